@@ -20,7 +20,7 @@ OWN_CALLS = EngineSpec(script=str(SCRIPTS / "own_calls.py"), nproc=3, global_bat
     [
         ("no_sync", 1, "engine.no_sync() was called"),
         ("coalesce", 1, "engine.coalesce_grad_reduction() was called"),
-        ("compile", 2, "engine.compile() was called"),
+        ("compiled_autograd", 2, "engine.compile was called with compiled_autograd_enabled=True"),
         ("model", 1, "the model was called (its Embedding), and not by engine(batch)"),
         ("model", 3, "and not by engine(batch)"),
         ("second", 1, "deepspeed.initialize was called a second time"),

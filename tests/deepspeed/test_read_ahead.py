@@ -25,13 +25,20 @@ class Told(torch.utils.data.Dataset[tuple[int, bool, float]]):
 Sample = tuple[int, bool, float]
 
 
-def loader_of(num_workers: int) -> ElasticLoader:
-    """A loader of two replicas with two samples each."""
+def loader_of(num_workers: int, *, seed: int = 0) -> ElasticLoader:
+    """A loader of two replicas with two samples each, in a job of this seed."""
     order = GlobalOrder(
         24, num_replicas=2, micro_batch_size=2, shuffle=True, seed=3, drop_last=False
     )
     like = torch.utils.data.DataLoader[Sample](Told(), num_workers=num_workers)
-    return ElasticLoader(None, Told(), order, collate=list, like=like)  # type: ignore[arg-type]
+    return ElasticLoader(
+        None,  # type: ignore[arg-type]
+        Told(),
+        order,
+        collate=list,
+        like=like,
+        seed=seed,
+    )
 
 
 def epoch_of(loader: ElasticLoader, share: tuple[int, int]) -> list[Sample]:
@@ -52,7 +59,7 @@ def test_processes_read_the_shares_of_a_worker() -> None:
         assert not any(elsewhere for _, elsewhere, _ in wanted)
 
 
-def test_draws_are_alike_in_any_process_and_the_script_has_its_own() -> None:
+def test_draws_go_by_the_seed_in_any_process_and_the_script_has_its_own() -> None:
     torch.manual_seed(7)
     wanted = torch.rand(2)
     torch.manual_seed(7)
@@ -60,6 +67,8 @@ def test_draws_are_alike_in_any_process_and_the_script_has_its_own() -> None:
     first, second = epoch_of(one, (0, 2)), epoch_of(other, (0, 2))
     assert [drawn for _, _, drawn in first] == [drawn for _, _, drawn in second]
     assert torch.equal(torch.rand(2), wanted)
+    of_another_seed = epoch_of(loader_of(1, seed=1), (0, 2))
+    assert not {drawn for _, _, drawn in of_another_seed} & {drawn for _, _, drawn in first}
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")

@@ -88,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--num-workers", type=int, default=0, help="processes that read")
+    parser.add_argument("--compile", help="by this backend")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--logging-steps", type=int, default=1)
     parser.add_argument("--per-batch", action="store_true", help="losses that are means of batches")
@@ -108,6 +109,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=args.accumulation,
         dataloader_num_workers=args.num_workers,
+        torch_compile_backend=args.compile,
         average_tokens_across_devices=not args.per_batch,
         learning_rate=1e-3,
         logging_steps=args.logging_steps,

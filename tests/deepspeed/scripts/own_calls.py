@@ -1,7 +1,7 @@
 """A script whose loop is written in its own way, by --what.
 
-"no_sync", "coalesce", "compile", "model": calls of DeepSpeed's that are refused; "next": a fixed
-number of batches from one iterator; "enumerate": each epoch is left by its count of batches;
+"no_sync", "coalesce", "compiled_autograd", "model": calls of DeepSpeed's that are refused; "next":
+a fixed number of batches from one iterator; "enumerate": each epoch is left by a count of batches;
 "second", "gan", "twin": a second engine, with the section, without it (the loop trains it as well),
 and the one without first; "unbound", "nested": an optimizer of torch's beside the engine, and one
 that the engine's drives.
@@ -63,8 +63,8 @@ def main() -> None:
     engine, _, loader, _ = initialize(config, training_data=TextDataset(None, 32, 40))
     if args.what in ("second", "gan"):
         other, *_ = initialize(config if args.what == "second" else plain)
-    if args.what == "compile":
-        engine.compile()
+    if args.what == "compiled_autograd":
+        engine.compile(compiled_autograd_enabled=True)
     judge = torch.nn.Linear(4, 1)
     of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
     if args.what == "nested":

@@ -14,6 +14,8 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import (
     Reader,
 )
 from elaswave_plugin.adapters.deepspeed.engine.reads import Reads
+from elaswave_plugin.adapters.evaluation_passes import evaluation_hooks
+from elaswave_plugin.adapters.pass_hooks import PassHooks
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.torch_loader import no_places
@@ -63,6 +65,7 @@ class AttachedEngine:
         self._width = width
         self._seed = seed
         self._micro_batch_size = int(engine.train_micro_batch_size_per_gpu())
+        self._hooks = PassHooks(engine.module)
         pieces = framework.named_pieces
         self._recording = Recording(worker, tracker_of(worker), pieces=pieces)
         self._unbound = Unbound(
@@ -84,11 +87,27 @@ class AttachedEngine:
     def _take_over(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Each of the engine's ``methods`` goes through ours, which gets the native one first."""
         sizes = ("set_train_batch_size", "set_train_micro_batch_size")
-        methods = {**methods, **dict.fromkeys(sizes, self._refuse_another_size)}
+        refused = dict.fromkeys(sizes, self._refuse_another_size)
+        methods = {**methods, **refused, "compile": self._compile}
         for name, take in methods.items():
             native = getattr(self._engine, name)
             # Callers look at its signature, as HF's Trainer does before it saves.
             setattr(self._engine, name, wraps(native)(partial(abandoning(take), native)))
+
+    def _compile(
+        self,
+        native: Callable[..., None],
+        *args: Any,
+        compiled_autograd_enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if compiled_autograd_enabled:
+            raise ConfigurationError(
+                "engine.compile was called with compiled_autograd_enabled=True, which compiles what"
+                " the plugin does in a backward pass as well; leave it out"
+            )
+        native(*args, **kwargs)
+        self._hooks.compiled()
 
     def _refuse_another_size(self, native: Callable[..., Any], size: int) -> NoReturn:
         raise ConfigurationError(
@@ -101,6 +120,9 @@ class AttachedEngine:
         self._framework.beside = models
 
     def _attached(self) -> None:
+        module = self._engine.module
+        self._hooks.add(module, *evaluation_hooks(module, self._worker.phases), always=True)
+        self._hooks.compiled()
         self._recording.attached(
             num_microbatches=self._width * int(self._engine.gradient_accumulation_steps()),
             micro_batch_size=self._micro_batch_size,

@@ -21,6 +21,7 @@ from elaswave_plugin.adapters.deepspeed.zero.zero0 import ReplicatedState
 from elaswave_plugin.adapters.deepspeed.zero.zero3 import PartitionedWeightsState
 from elaswave_plugin.adapters.deepspeed.zero.zero12 import PartitionedState
 from elaswave_plugin.adapters.deepspeed.zero.zero_state import ZeroState
+from elaswave_plugin.adapters.pass_hooks import After, PassHooks
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.tracking.state_dump import NamedPiece
 from elaswave_plugin.values.plain import decode, encode
@@ -205,20 +206,25 @@ class DeepSpeedFramework:
     # ---- what the loop asks -------------------------------------------------------------------
 
     def watch(
-        self, announce: Callable[[str], None], check: Callable[[torch.nn.Module], None]
+        self,
+        announce: Callable[[str], None],
+        check: Callable[[torch.nn.Module], None],
+        *,
+        hooks: PassHooks,
     ) -> None:
         """Announce the phases of a step from inside the framework; ``check`` before each layer."""
         engine = self._engine
         modules = [m for m in engine.module.modules() if [*m.parameters(recurse=False)]]
         for module in modules:
-            module.register_forward_pre_hook(lambda module, inputs: check(module))
+            hooks.add(module, check)
         # Nothing flows back through what is not trained, as a teacher.
         trained = [m for m in modules if any(p.requires_grad for p in m.parameters(recurse=False))]
         middle = trained[len(trained) // 2]
-        middle.register_forward_pre_hook(
-            lambda module, inputs: announce("forward") if module.training else None
+        hooks.add(
+            middle,
+            lambda module: announce("forward") if module.training else None,
+            _announce_backward(announce),
         )
-        middle.register_forward_hook(_announce_backward(announce))
         self._inner.register_step_pre_hook(lambda *_: announce("optimizer"))
         self._inner.register_step_post_hook(lambda *_: announce("gather"))
         reduce = engine.allreduce_gradients
@@ -284,8 +290,8 @@ class DeepSpeedFramework:
         return self._state.named_pieces()
 
 
-def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+def _announce_backward(announce: Callable[[str], None]) -> After:
+    def hook(output: Any) -> None:
         tensor = _first_with_gradient(output)
         if tensor is not None:
             tensor.register_hook(lambda gradient: announce("backward"))

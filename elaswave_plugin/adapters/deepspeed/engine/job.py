@@ -34,7 +34,6 @@ from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
-from elaswave_plugin.adapters.evaluation_passes import watch_evaluation
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.step.dataflow import Shares, share
 from elaswave_plugin.core.step.rng import draw_key
@@ -107,11 +106,10 @@ class EngineJob(AttachedEngine):
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._loads = Loads(worker)
-        self._framework.watch(self._announce, self._check)
+        self._framework.watch(self._announce, self._check, hooks=self._hooks)
         self._timer: PassTimer | None = None
         if int(engine.zero_optimization_stage()) < 3:
-            self._timer = PassTimer(engine.module, worker.stopwatch)
-        watch_evaluation(engine.module, worker.phases)
+            self._timer = PassTimer(engine.module, worker.stopwatch, self._hooks)
         self._take_over(
             {
                 "forward": self._forward,
@@ -120,7 +118,6 @@ class EngineJob(AttachedEngine):
                 "set_gradient_accumulation_boundary": self._set_boundary,
                 "no_sync": self._no_sync,
                 "coalesce_grad_reduction": self._coalesce,
-                "compile": self._refuse_compiling,
                 "save_checkpoint": self._save_checkpoint,
                 "save_16bit_model": self._save,
                 "load_checkpoint": self._load,
@@ -258,7 +255,7 @@ class EngineJob(AttachedEngine):
         if beside is not None:
             beside.apply()
         try:
-            with self._passes(), finding_external(self._engine.module):
+            with self._hooks.uncompiled(), self._passes(), finding_external(self._engine.module):
                 return self._engine.module(*inputs, **kwargs)
         finally:
             if beside is not None:
@@ -272,7 +269,8 @@ class EngineJob(AttachedEngine):
                 self._stand_in.remember((inputs, kwargs), self._compute(*inputs, **kwargs))
             with torch.enable_grad():
                 return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
-        output = self._engine.module(*inputs, **kwargs)
+        with self._hooks.uncompiled():
+            output = self._engine.module(*inputs, **kwargs)
         self._framework.drop_activations()
         with torch.enable_grad():
             return detached(output)
@@ -370,12 +368,6 @@ class EngineJob(AttachedEngine):
             "engine.coalesce_grad_reduction() was called: it reduces where its block ends, which is"
             " no call that a loss could be absorbed in; leave it out, call engine.step() after each"
             " engine.backward(loss), and set gradient_accumulation_steps"
-        )
-
-    def _refuse_compiling(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigurationError(
-            "engine.compile() was called, as torch_compile in TrainingArguments has it done, and"
-            " compiled passes are not carried through the loss of a worker; leave it out"
         )
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

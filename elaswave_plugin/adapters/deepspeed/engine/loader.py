@@ -156,11 +156,12 @@ class ElasticLoader:
         reads: Reads | None = None,
         sampler: "torch.utils.data.DistributedSampler[Any] | None" = None,
         like: "torch.utils.data.DataLoader[Any] | None" = None,
+        seed: int = 0,
     ) -> None:
         """``reads``: what the script has asked of it; None where it does not ask by itself.
 
         ``sampler``: the script's own, whose ``set_epoch`` is followed; ``like``: the script's
-        loader, whose processes, if it has any, read ahead.
+        loader, whose processes, if it has any, read ahead, with draws by the job's ``seed``.
         """
         self.reads = Reads(counts=False) if reads is None else reads
         self._reader = reader
@@ -168,6 +169,7 @@ class ElasticLoader:
         self._order = order
         self._sampler = sampler
         self._collate = collate or torch.utils.data.default_collate
+        self._seed = seed
         self._ahead: ReadAhead | None = None
         if like is not None and like.num_workers:
             self._ahead = ReadAhead(self._read_apart, self._request, like=like)
@@ -350,7 +352,7 @@ class ElasticLoader:
     def _read_apart(self, request: "_Request") -> Any:
         """Read a share, whose draws are alike in any process and change none of the script's."""
         with undone_numbers():
-            seed_host(draw_key(request.place, request.start))
+            seed_host(draw_key(self._seed, request.place, request.start))
             return self.batch(request.items)
 
     def batch(self, items: Sequence[int]) -> Any:

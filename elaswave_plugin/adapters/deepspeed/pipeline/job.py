@@ -30,7 +30,6 @@ from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads
 from elaswave_plugin.adapters.deepspeed.pipeline.framework import PipelineFramework
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import launch_replicas
 from elaswave_plugin.adapters.deepspeed.pipeline.newcomer import PipelineKnowledge
-from elaswave_plugin.adapters.evaluation_passes import watch_evaluation
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacement, deal_replicas
 from elaswave_plugin.core.step.dataflow import Dataflow
@@ -136,8 +135,9 @@ class PipelineJob(AttachedEngine):
         self._tokens = 0
         self._agreed = (0.0, 0)
         self._result: Any = None
-        framework.watch(worker.phases.enter, lambda module: worker.member.check())
-        watch_evaluation(engine.module, worker.phases)
+        framework.watch(
+            worker.phases.enter, lambda module: worker.member.check(), hooks=self._hooks
+        )
         engine._INSTRUCTION_MAP = self._instructions(engine._INSTRUCTION_MAP)
         self._take_over(
             {
