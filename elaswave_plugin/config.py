@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -130,9 +131,16 @@ def _checked_change(text: str) -> str:
     return str(parse_change(text))
 
 
+def _checked_interval(value: object) -> str:
+    if not re.fullmatch(r"auto|[1-9]\d*", text := str(value)):
+        raise ValueError(f"snapshot_interval is {text}, wanted auto or a number of steps from 1 on")
+    return text
+
+
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _KillText = Annotated[str, AfterValidator(_checked_kill)]
 _ClocksText = Annotated[str, AfterValidator(_checked_clocks)]
+_IntervalText = Annotated[str, BeforeValidator(_checked_interval)]
 _ChangeText = Annotated[str, AfterValidator(_checked_change)]
 
 
@@ -140,7 +148,7 @@ _OF_THE_JOB = (
     *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
     *("slow_workers", "clocks", "clock_table", "power_cap_w", "stop_after"),
-    "rehearse_first_step",
+    *("rehearse_first_step", "snapshot_interval"),
 )
 
 
@@ -176,6 +184,12 @@ class ElasticConfig(BaseModel):
         description="workers that hold each snapshot; k of them survive k losses at once. A"
         " worker on another node holds a copy, which takes the same memory again; a worker"
         " on the same node keeps the same memory alive at no cost",
+    )
+    snapshot_interval: _IntervalText = Field(
+        "auto",
+        description="steps from one copy of the state to the next; a loss takes back as many or"
+        " fewer, which are made again. Above 1 only with Megatron-Core, Megatron-LM and DeepSpeed's"
+        " pipelines; auto: 1, or more where steps wait for copies for a twentieth of them",
     )
     dir: Path | None = Field(
         None,
@@ -286,8 +300,8 @@ class ElasticConfig(BaseModel):
         "act",
         description="reaction to a worker whose layers take 1.3 times as long as on the other"
         " workers of its stage; act: it gets fewer micro-batches (with DeepSpeed samples), and"
-        " its stage fewer layers if these may move, as soon as that pays; name: only events and"
-        " elaswave status report it",
+        " its stage fewer layers if these may move, as soon as that pays, and has them back if"
+        " steps got longer; name: only events and elaswave status report it",
     )
     clocks: Literal["off", "nvml", "emulated"] = Field(
         "off",
@@ -358,6 +372,11 @@ class ElasticConfig(BaseModel):
         if self.move_layers == "auto":
             return self.respawn == 0
         return self.move_layers == "always"
+
+    @property
+    def fixed_interval(self) -> int | None:
+        """Steps from one snapshot to the next; None: as they turn out to fit beside the steps."""
+        return None if self.snapshot_interval == "auto" else int(self.snapshot_interval)
 
     def of_the_job(self) -> dict[str, Any]:
         """Return the settings that all workers have to be given alike, for JSON.
@@ -439,17 +458,14 @@ class ElasticConfig(BaseModel):
     @model_validator(mode="after")
     def _clocks_are_on(self) -> "ElasticConfig":
         """Nothing that says how clocks change is ignored where they do not."""
-        if self.clocks == "off" and self.power_cap_w is not None:
-            raise ValueError(
-                f"power_cap_w is {self.power_cap_w:g} and clocks is off, which leaves the clocks"
-                " alone; set clocks, or leave power_cap_w out"
-            )
-        default = type(self).model_fields["clock_table"].default
-        if self.clocks == "off" and self.clock_table != default:
-            raise ValueError(
-                f"clock_table is {self.clock_table!r} and clocks is off, which leaves the clocks"
-                " alone; set clocks, or leave clock_table out"
-            )
+        for name in ("power_cap_w", "clock_table"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.clocks == "off" and value != default:
+                shown = f"{value:g}" if isinstance(value, float) else repr(value)
+                raise ValueError(
+                    f"{name} is {shown} and clocks is off, which leaves the clocks alone; set"
+                    f" clocks, or leave {name} out"
+                )
         return self
 
     def check_slots(self, width: int) -> None:
@@ -464,18 +480,6 @@ class ElasticConfig(BaseModel):
                 raise ConfigurationError(
                     f"{name} names worker {slot}, wanted 0 to {width - 1}: the job has {width} "
                     "workers"
-                )
-
-
-def check_given(given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigurationError, alike on all workers, where what some were given differs."""
-    (first, wanted), *others = given.items()
-    for who, found in others:
-        for name, value in wanted.items():
-            if found.get(name) != value:
-                raise ConfigurationError(
-                    f"{name} is {value!r} for {first} and {found.get(name)!r} for {who}: give every"
-                    " worker of a job the same settings and the same version"
                 )
 
 

@@ -94,7 +94,7 @@ def _seal_s(device: Device, notes: Notes, name: str, size: int) -> float:
             )()
             seconds.append(time.monotonic() - began_s)
         piece = torch.empty(min(size // 4, 1 << 20))
-        reader = VerifiedReader(sealed, pool.reader(sealed.step))
+        reader = VerifiedReader(sealed, pool.reader(sealed.buffer))
         reader.read_ranges([(0, piece.numpy().data.cast("B"))])
         same = torch.equal(piece, shard[: piece.numel()].cpu())
         notes.check(f"{name} a worker: the seal holds the bits of the device", same)

@@ -273,18 +273,29 @@ def secret_new(
 
 
 def drain(
-    slot: Annotated[int, typer.Argument(metavar="SLOT", help="Worker to leave.")],
-    directory: JobFolder = None,
+    who_and_where: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SLOT] [DIR]", help="Worker to leave; run directory (--elaswave-dir)."
+        ),
+    ] = None,
+    node: Annotated[
+        int | None, typer.Option(metavar="N", help="Node whose workers leave, in place of SLOT.")
+    ] = None,
     connect: JobAddress = None,
     reason: Annotated[str, typer.Option(help="For the record.")] = "drained by the user",
     timeout_s: AnswerTime = 5.0,
 ) -> int:
-    """Have a worker of a running job leave between two steps: nothing is lost or done twice."""
-    from elaswave_plugin.cli.requests import drain_worker
+    """Have workers of a running job leave between two steps: nothing is lost or done twice."""
+    from elaswave_plugin.cli.requests import drain_node, drain_worker, slot_and_folder
     from elaswave_plugin.cli.status import find_job
 
+    slot, directory = slot_and_folder(who_and_where or (), node=node)
     known = find_job(directory, connect)
-    typer.echo(drain_worker(known, slot=slot, reason=reason, timeout_s=timeout_s))
+    if node is None:
+        typer.echo(drain_worker(known, slot=slot, reason=reason, timeout_s=timeout_s))
+    else:
+        typer.echo(drain_node(known, node=node, reason=reason, timeout_s=timeout_s))
     return 0
 
 

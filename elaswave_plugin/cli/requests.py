@@ -1,10 +1,27 @@
 """Asks a running job for a change between two steps: a worker leaves, or layers move."""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from elaswave_plugin.cli.status import Contacts, ask_job, ask_worker
 from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.errors import ConfigurationError
+
+
+def slot_and_folder(words: Sequence[str], *, node: int | None) -> tuple[int, Path | None]:
+    """Read ``SLOT [DIR]``, or ``[DIR]`` where a ``node`` is given in place of a slot, which is 0.
+
+    Raises ConfigurationError.
+    """
+    if node is not None:
+        if len(words) > 1:
+            raise ConfigurationError(f"--node {node} and SLOT {words[0]} are given, wanted one")
+        return 0, Path(words[0]) if words else None
+    if not words or len(words) > 2 or not words[0].isdecimal():
+        given = " ".join(words) or "nothing"
+        raise ConfigurationError(f"wanted SLOT DIR, or --node N DIR, and {given} is given")
+    return int(words[0]), Path(words[1]) if words[1:] else None
 
 
 def drain_worker(contacts: Contacts, *, slot: int, reason: str, timeout_s: float) -> str:
@@ -23,6 +40,34 @@ def drain_worker(contacts: Contacts, *, slot: int, reason: str, timeout_s: float
     if answer["refused"] is not None:
         raise ConfigurationError(f"worker {slot} stays: {answer['refused']}")
     return f"worker {slot} leaves between two steps; `elaswave status` shows when it has"
+
+
+def drain_node(contacts: Contacts, *, node: int, reason: str, timeout_s: float) -> str:
+    """Give notice to all workers of a node; returns what will happen, in a sentence.
+
+    As `drain_worker`, and raises ConfigurationError where some of them stay.
+    """
+    status = ask_job(contacts, timeout_s)
+    live = {one["slot"]: one["node"] for one in status["workers"]}
+    live = {slot: live[slot] for slot in sorted(status["view"]["ranks"])}
+    if node not in live.values():
+        known = " ".join(map(str, sorted(set(live.values()))))
+        raise ConfigurationError(f"node {node} has no worker in the job, wanted one of {known}")
+    asked = {"t": "drain", "reason": reason}
+    answers = {
+        slot: ask_worker(contacts, status, slot, asked, timeout_s)["refused"]
+        for slot, of in live.items()
+        if of == node
+    }
+    leave = ", ".join(str(slot) for slot, refused in answers.items() if refused is None)
+    stay = [f"worker {slot} stays: {why}" for slot, why in answers.items() if why is not None]
+    if stay:
+        others = f"; of node {node} leave: {leave}" if leave else ""
+        raise ConfigurationError("; ".join(stay) + others)
+    return (
+        f"workers {leave} of node {node} leave between two steps; `elaswave status` shows when they"
+        " have"
+    )
 
 
 def migrate_layers(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.config import SAVE_PHASE
+from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.framework import Framework, StepReport
 from elaswave_plugin.ipc.process_tree import exit_at_once
 from elaswave_plugin.recovery.drafts import Drafts
@@ -77,9 +78,15 @@ class GuardedSteps:
         self.state.begin(step)
         absent = [one for one in self._changes if one.slot not in worker.view.ranks]
         arrives = any(one.arrives and one.step == step for one in absent)
-        worker.member.begin_step(step, awaits_arrival=arrives)
+        try:
+            worker.member.begin_step(step, awaits_arrival=arrives)
+        except EpochChanged:
+            if worker.member.stops_before(step):
+                worker.state.seal_at_boundary(self._framework, step)
+            raise
         for change in self._changes:
             if change.step == step and change.slot in worker.view.ranks and not change.arrives:
+                worker.state.seal_at_boundary(self._framework, step)
                 worker.state.finish_seal()
                 dist.barrier()
                 if change.slot == worker.slot:
@@ -101,6 +108,7 @@ class GuardedSteps:
         worker.member.await_lease()
         worker.completed += 1
         worker.state.seal(self._framework, worker.completed)
+        worker.ask_for_interval()
         self.state.sealed()
         worker.phases.end_step()
         worker.stopwatch.step_over()

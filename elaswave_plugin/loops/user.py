@@ -39,6 +39,9 @@ class UserLoop:
         It may communicate; an interruption there leads to the next recovery.
         """
         self.worker = steps.worker
+        self.worker.state.seal_each_step(
+            "the loop is the script's own, which is taken back by one step at most"
+        )
         self._steps = steps
         self._after_recovery = after_recovery
         # Batches that were served since the step began.

@@ -6,9 +6,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elaswave_plugin.core.layout.worker_facts import SlowReport
+from elaswave_plugin.core.agreement.view import WorkerId
+from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
 from elaswave_plugin.core.planner.layer_times import agreed
-from elaswave_plugin.core.planner.payback import PAUSE_S, Payback, gain_of_view
+from elaswave_plugin.core.planner.payback import (
+    PAUSE_S,
+    Asked,
+    Payback,
+    gain_of_view,
+    more_sums,
+)
 from elaswave_plugin.core.planner.slow import Slow, SlowWatch, reason_of_view
 
 if TYPE_CHECKING:
@@ -21,7 +28,11 @@ class SlowWorkers:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._watch = SlowWatch()
-        self._payback, self._gain = Payback(), 0.0
+        self._payback, self._gain, self._more_s = Payback(), 0.0, 0.0
+        # Those of the view in which another one was asked for.
+        self._members: frozenset[WorkerId] = frozenset()
+        # Whether the plan is to be made again, without news: what did not pay may do so later.
+        self._asks_again = False
         self._compared_s: float | None = None  # when the paces of the step before were
 
     def reports(self) -> tuple[SlowReport, ...]:
@@ -29,8 +40,8 @@ class SlowWorkers:
         return self._watch.reports()
 
     @property
-    def views(self) -> tuple[int, int] | None:
-        """The number of views asked for slow workers, and the step before which the last was."""
+    def views(self) -> Asked | None:
+        """The last view that was asked for slow workers."""
         return self._payback.asked
 
     def compare(self, paces: Mapping[int, tuple[float, int]]) -> None:
@@ -58,26 +69,40 @@ class SlowWorkers:
         worker = self._worker
         if not worker.owns_rank_0 or worker.config.slow_workers != "act":
             return
-        if changed:
-            self._gain = self._gain_of_view()
-        if self._payback.pays(gain=self._gain, step=worker.completed):
-            self._payback.ask(step=worker.completed)
+        if changed or self._asks_again:
+            self._gain, self._more_s = self._gain_of_view()
+            self._asks_again = False
+        worse = self._payback.worse()
+        if worse is not None:
+            self._payback.take_back(step=worker.completed)
+            worker.member.replan(f"less work for what is slow did not pay: {worse}")
+        elif self._payback.pays(gain=self._gain, step=worker.completed, more_s=self._more_s):
+            self._members = worker.view.workers
+            self._payback.ask(step=worker.completed, is_judged=bool(self._watch.slow))
             worker.member.replan(reason_of_view(self._watch.slow))
 
-    def _gain_of_view(self) -> float:
-        """The share of a step that dealing again would save, by what this worker has measured."""
+    def _gain_of_view(self) -> tuple[float, float]:
+        """The share of a step that dealing again would save, by what this worker has measured.
+
+        And the seconds by which its sums take longer: in exact mode, one that is sent apart takes
+        as long as that of a whole step.
+        """
         worker, slow = self._worker, self._watch.slowness
         times = agreed({worker.slot: worker.stopwatch.times.medians()})
         placement = worker.placement.after(worker.view.ranks, times, slow)
         wanted = worker.deal(**placement.dealt_over)
-        return gain_of_view(worker.dataflow, wanted, slow=slow, times=times)
+        more = more_sums(worker.dataflow, wanted) if worker.promises_bits else 0
+        gain = gain_of_view(worker.dataflow, wanted, slow=slow, times=times)
+        return gain, more * worker.stopwatch.times.sum_s
 
-    def learn(self, told: Sequence[SlowReport], views: Iterable[tuple[int, int] | None]) -> None:
-        """Learn the slow workers as a view begins, and each worker's `views`; alike on all."""
+    def learn(self, told: Sequence[SlowReport], asked: Asked | None) -> None:
+        """Learn the slow workers as a view begins, and which was `asked_last`; alike on all."""
         before = self._watch.slow
         self._watch.restart(told)
-        self._payback.restart(max(filter(None, views), default=None))
-        self._gain, self._compared_s = 0.0, None
+        same_members = self._worker.view.workers == self._members
+        self._payback.restart(asked, same_members=same_members)
+        self._asks_again = asked is not None and asked.takes_back
+        self._gain, self._more_s, self._compared_s = 0.0, 0.0, None
         if before != self._watch.slow:
             self._tell(before=before, slow=self._watch.slow)
 
@@ -103,3 +128,9 @@ class SlowWorkers:
                     )
             for slot in before.keys() - slow.keys():
                 worker.events.emit("slow_worker_over", slot=slot, **at)
+
+
+def asked_last(facts: Iterable[WorkerFacts]) -> Asked | None:
+    """Return the last view that any of these workers has asked for, or was told of."""
+    asked = (Asked(*one.slow_views) for one in facts if one.slow_views is not None)
+    return max(asked, default=None)

@@ -1,5 +1,7 @@
 """A worker's part of the job's state: sealed after every step, held by others, read back."""
 
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -10,10 +12,11 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ShardCut
 from elaswave_plugin.core.recovery_plan.placement import Placement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, copy_targets
-from elaswave_plugin.errors import SnapshotUnreadableError
+from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
+from elaswave_plugin.recovery.seal_interval import SealInterval
 from elaswave_plugin.snapshot.deferred import DeferredMoments
 from elaswave_plugin.snapshot.free_memory import available_bytes
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
@@ -40,6 +43,14 @@ class StateKeeper:
         """(step, epoch) of the seal at which model and optimizer still are."""
         self._seals_in_epoch = 0
         self._sealed_step: int | None = None
+        # The step whose seal a recovery may read: the last one, or what was gone back to.
+        self._base_step: int | None = None
+        self.interval = config.fixed_interval or 1
+        """Steps from one seal to the next, alike on all workers."""
+        self._fit, self._seals_each_step = SealInterval(), False
+        self._step_began_s: float | None = None
+        # Of the seals of this epoch, those for which an update has waited.
+        self._noted_seals = 0
         # Whether others were told of the last seal, in this epoch.
         self._handed_over = False
         self._deferred: DeferredMoments | None = None
@@ -72,6 +83,8 @@ class StateKeeper:
         """From now on the state is cut and held as this view has it."""
         self._view, self._shard_group = view, placement.shard_group_of(self._member.slot)
         self._seals_in_epoch, self._handed_over = 0, False
+        self._noted_seals, self._step_began_s = 0, None
+        self._fit.interrupt()
         # An interrupted attempt may have come to its update on some workers only.
         self.is_updated = False
 
@@ -111,7 +124,7 @@ class StateKeeper:
     def seal_initial(self, framework: Framework, step: int) -> None:
         """Seal the state before the first step, once."""
         if self._sealed_step is None:
-            self.seal(framework, step)
+            self._seal(framework, step)
             self.finish_seal()
 
     def await_start(self) -> None:
@@ -123,27 +136,80 @@ class StateKeeper:
             self._member.wait_started(self._config.transfer_timeout_s)
 
     def seal(self, framework: Framework, step: int) -> None:
-        """Seal the state after ``step`` steps and have other supervisors hold it.
+        """Seal the state after ``step`` steps, if it is its turn, and have others hold it.
 
-        Those of this node are told once an epoch, those of other nodes get a copy of each step.
+        Those of this node are told once an epoch, those of other nodes get a copy of each seal.
         """
         if self._deferred is not None:
             raise AssertionError("the state was to be sealed before its optimizer state was here")
         self.finish_seal()
-        self.unreadable.clear()
         self.is_updated = False
+        now_s = time.monotonic()
+        if self._step_began_s is not None:
+            self._fit.note_step(now_s - self._step_began_s)
+        self._step_began_s = now_s
+        if step % self.interval == 0:
+            self._seal(framework, step)
+
+    def seal_at_boundary(self, framework: Framework, step: int) -> None:
+        """Seal the state after ``step`` steps where it is not: the view changes before the next."""
+        if step != self._base_step:
+            # The view that is proposed has to wait for it.
+            self._seal(framework, step, check=lambda: None)
+            self.finish_seal()
+
+    def went_back(self, step: int) -> None:
+        """The state is that after ``step`` steps again, as it was sealed."""
+        self._base_step = step
+        if self._config.snapshots:
+            self.pool.go_back(step)
+
+    @property
+    def wanted_interval(self) -> int:
+        """Steps from one seal to the next, by the settings and by what this worker has measured."""
+        if self._seals_each_step:
+            return 1
+        return self._config.fixed_interval or self._fit.wanted
+
+    @property
+    def remembered_steps(self) -> int:
+        """Steps that a recovery may take back: to a seal, or to that before if one is missing."""
+        return 2 * self.interval
+
+    def seal_each_step(self, why: str) -> None:
+        """Have no step without a seal; raises ConfigurationError where the settings want some."""
+        if self.interval > 1:
+            raise ConfigurationError(
+                f"snapshot_interval is {self.interval}, and {why}; set it to 1 or leave it out"
+            )
+        self._seals_each_step = True
+
+    def _seal(
+        self, framework: Framework, step: int, *, check: Callable[[], None] | None = None
+    ) -> None:
+        """Seal the state; ``check()`` interrupts it, by default where a view is proposed."""
+        self.unreadable.clear()
         if not self._config.snapshots:
             return
+        self._base_step = step
         self._seals_in_epoch += 1
         if self._shard_group is not None:
-            self._seal_shard(framework, step, self._shard_group)
+            check = check or self._member.check
+            self._seal_shard(framework, step, self._shard_group, check=check)
         if framework.keeps_state:
             self.live = step, self._view.epoch
         if self._seals_in_epoch == 2:
             # The collective between the two has shown that the first is safe everywhere.
             self._member.release(self._view.epoch)
 
-    def _seal_shard(self, framework: Framework, step: int, shard_group: ShardGroup) -> None:
+    def _seal_shard(
+        self,
+        framework: Framework,
+        step: int,
+        shard_group: ShardGroup,
+        *,
+        check: Callable[[], None],
+    ) -> None:
         """Seal a large shard beside the compute that follows, which does not change it."""
         first = self._seals_in_epoch == 1
         targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
@@ -159,8 +225,8 @@ class StateKeeper:
             capsule=framework.read_capsule(),
             before_seal=self._phases.faults_of(SEAL)
             if beside
-            else partial(self._phases.enter, SEAL),
-            settled=self._member.check,
+            else partial(self._enter_seal, check),
+            settled=check,
         )
 
         def seal() -> None:
@@ -171,10 +237,15 @@ class StateKeeper:
 
         if beside:
             self._phases.announce(SEAL)
-            self._member.check()
+            check()
             self._sealing = self._beside.submit(seal)
         else:
             seal()
+
+    def _enter_seal(self, check: Callable[[], None]) -> None:
+        self._phases.announce(SEAL)
+        self._phases.fire(SEAL)
+        check()
 
     def finish_seal(self) -> None:
         """Wait until the last seal is complete; raises what it has raised.
@@ -208,9 +279,17 @@ class StateKeeper:
     def begin_update(self) -> None:
         """Model and optimizer are about to change: have the state whole, and its snapshot safe."""
         self.complete()
-        self.await_copies()
+        self._await_seal()
         self.leave_seal()
         self.is_updated = True
+
+    def _await_seal(self) -> None:
+        """Wait for the copies of the last seal, and note how long where it is a new one."""
+        began_s = time.monotonic()
+        self.await_copies()
+        if self._noted_seals != self._seals_in_epoch:
+            self._noted_seals = self._seals_in_epoch
+            self._fit.note_wait(time.monotonic() - began_s)
 
     def leave_seal(self) -> None:
         """From here on model and optimizer are no longer what was sealed last."""

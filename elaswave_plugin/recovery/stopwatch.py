@@ -7,12 +7,20 @@ a sample holds in these parts.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from elaswave_plugin.core.planner.layer_times import BACKWARD, FORWARD, INPUTS, LAYER, PassTimes
+from elaswave_plugin.core.planner.layer_times import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    LAYER,
+    SUM,
+    PassTimes,
+)
 from elaswave_plugin.recovery.clocks import Clocks
 from elaswave_plugin.recovery.held_bytes import HeldBytes
 
@@ -85,6 +93,7 @@ class Stopwatch:
         self.operations = Operations(waited)
         self.is_split = False
         self._is_followed = is_followed
+        self._waited, self._sum_s = waited, 0.0
         self.times = times
         self.on_gpu = on_gpu
         self._open: deque[tuple[str, str, Mark, Mark, float, int, bool]] = deque()
@@ -119,6 +128,13 @@ class Stopwatch:
         """A forward pass through the whole model, whose layers are not known, ends here."""
         self.lap(LAYER, FORWARD, first, count=samples, tokens=tokens)
 
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Gradients of the step are summed in this block, in which waiting does not count."""
+        began_s, waited_s = time.perf_counter(), self._waited()
+        yield
+        self._sum_s += time.perf_counter() - began_s - (self._waited() - waited_s)
+
     def begin_holding(self, model: torch.nn.Module, parts: Sequence[str]) -> None:
         """A forward pass of ``model`` begins: count what it holds where that is not known."""
         self.end_holding()
@@ -145,10 +161,14 @@ class Stopwatch:
             part, which, first, last, scale, tokens, followed = self._open.popleft()
             seconds = scale * 1e-3 * first.elapsed_time(last)
             self.times.note(part, which, seconds, tokens=tokens, followed=followed)
+        if self._sum_s and not self.on_gpu:
+            self.times.note(SUM, SUM, self._sum_s)
+        self._sum_s = 0.0
         self.times.step_over()
 
     def drop_step(self) -> None:
         """The step was interrupted; events of an aborted stream may never happen."""
         self.end_holding()
         self._open.clear()
+        self._sum_s = 0.0
         self.times.drop_step()

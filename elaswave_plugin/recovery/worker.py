@@ -9,7 +9,7 @@ from typing import Unpack
 
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable, check_growing_groups
-from elaswave_plugin.config import ElasticConfig, check_given, parse_kill
+from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.agreement.hang import COMMIT
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
 from elaswave_plugin.core.layout.reserve import built_among, grown_replicas
@@ -26,9 +26,10 @@ from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.phase_clock import PhaseClock
+from elaswave_plugin.recovery.given_settings import check_given
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
-from elaswave_plugin.recovery.slow_workers import SlowWorkers
+from elaswave_plugin.recovery.slow_workers import SlowWorkers, asked_last
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.stopwatch import Stopwatch
 from elaswave_plugin.tracking.events import EventLog
@@ -98,6 +99,7 @@ class Worker:
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
         self._restored_step = 0
+        self._asked_for_interval = False
         self._started_s = time.time()
         self._join()
 
@@ -185,6 +187,7 @@ class Worker:
             times=self.stopwatch.times.medians(),
             slow=self.slow_workers.reports(),
             slow_views=self.slow_workers.views,
+            seal_interval=self.state.wanted_interval,
             cuts_wanted=self.member.cuts_wanted,
             live=self.state.live,
         )
@@ -252,7 +255,10 @@ class Worker:
         all_told = all(told.told_to_leave for told in commit.facts.values())
         self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
-        self.slow_workers.learn(told_slow, (one.slow_views for one in commit.facts.values()))
+        self.slow_workers.learn(told_slow, asked_last(commit.facts.values()))
+        wanted = max(told.seal_interval for told in commit.facts.values())
+        self.state.interval = self.config.fixed_interval or wanted
+        self._asked_for_interval = False
         self.state.begin_epoch(self.view, self.placement)
         edits = self.placement.edits(self.groups.launched(), self.slot)
         self.groups.edit_groups(self.ranks, edits)
@@ -267,13 +273,15 @@ class Worker:
         """
         facts = dict(sorted(commit.facts.items()))
         newest = max(facts.values(), key=lambda told: told.placed_epoch)
-        told_slow = newest.slow
+        told_slow, asked = newest.slow, asked_last(facts.values())
+        # Where it did not pay, they stay named.
+        relieves = self.config.slow_workers == "act" and not (asked and asked.takes_back)
         times = agreed({slot: told.times for slot, told in facts.items()})
         self.placement = self.placement.with_state(newest.placement)
         for view in commit.path:
             if view.epoch > newest.placed_epoch:
                 told_slow = tuple(one for one in told_slow if one.slot in view.ranks)
-                slow = slowness_of(told_slow) if self.config.slow_workers == "act" else {}
+                slow = slowness_of(told_slow) if relieves else {}
                 self.placement = self.placement.after(view.ranks, times, slow)
         for cuts in filter(None, (told.cuts_wanted for told in facts.values())):
             self.placement = self.placement.recut(cuts)
@@ -364,6 +372,7 @@ class Worker:
         )
         self.slow_workers.note_pause(pause_s)
         self.completed = self.phases.step = self._restored_step = plan.restore_step
+        self.state.went_back(plan.restore_step)
         self.phases.replaying = True
         self.dataflow = plan.dataflow
         self._smaller = {}
@@ -414,6 +423,13 @@ class Worker:
         if clock != clocks.clock:
             clocks.set(clock)
             self.events.emit("clock_set", slot=self.slot, epoch=self.view.epoch, clock=clock)
+
+    def ask_for_interval(self) -> None:
+        """Ask, once a view, for one with fewer seals where steps wait too long for them."""
+        wanted = self.state.wanted_interval
+        if self.owns_rank_0 and wanted > self.state.interval and not self._asked_for_interval:
+            self._asked_for_interval = True
+            self.member.replan(f"steps wait for snapshots: one after every {wanted} from now on")
 
     def recovery_over(self) -> dict[str, object] | None:
         """Work was completed: the record of the recovery that led to it, if one did."""

@@ -154,7 +154,7 @@ def _open(
     check: Callable[[], None] | None,
 ) -> Iterator[VerifiedReader]:
     if source.holder == slot and not source.is_copy:
-        copy = pool.reader(source.step)
+        copy = pool.reader(source.buffer)
 
         def read_own(offset: int, into: memoryview) -> None:
             if check is not None:

@@ -17,7 +17,12 @@ import xxhash
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
-from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
+from elaswave_plugin.ipc.snapshot_record import (
+    BODY_OFFSET,
+    clear_record,
+    record_in,
+    write_record,
+)
 from elaswave_plugin.snapshot.host_pieces import HostPieces, Piece
 
 # Small enough that a range read checks little more than it needs, large enough that the table is
@@ -61,7 +66,7 @@ class _Table:
 
 
 class SnapshotPool:
-    """The two buffers of one worker; step s is sealed into buffer s mod 2."""
+    """The two buffers of one worker: a seal goes to the one that the last one is not in."""
 
     def __init__(
         self,
@@ -86,6 +91,8 @@ class SnapshotPool:
                 "copies, or turn snapshots off with --elaswave-snapshots off"
             )
         self._slot = slot
+        # The buffer of the last seal, which a recovery may read.
+        self._last = 1
         self._pieces = HostPieces()
         self._maps: list[mmap.mmap] = []
         for fd in fds:
@@ -113,15 +120,16 @@ class SnapshotPool:
         bytes are in place and not yet final, ``settled`` as in `HostPieces.of`.
         """
         pieces = self._pieces.of(parts, settled=settled)
+        buffer = self._last = 1 - self._last
 
         def seal() -> SealedShard:
-            whole = memoryview(self._maps[step % 2])
+            whole = memoryview(self._maps[buffer])
             clear_record(whole)
             payload_bytes, length, digest = _write_body(whole[BODY_OFFSET:], pieces, capsule)
             before_seal()
             sealed = SealedShard(
                 owner=self._slot,
-                buffer=step % 2,
+                buffer=buffer,
                 step=step,
                 epoch=epoch,
                 shard_group=shard_group,
@@ -138,9 +146,16 @@ class SnapshotPool:
 
         return seal
 
-    def reader(self, step: int) -> Callable[[int, memoryview], None]:
-        """A function that copies bytes at an offset of the body of ``step`` into a view."""
-        source = memoryview(self._maps[step % 2])[BODY_OFFSET:]
+    def go_back(self, step: int) -> None:
+        """Keep the seal of ``step``, if there is one: what was sealed after it is void."""
+        for buffer, memory in enumerate(self._maps):
+            record = record_in(memoryview(memory))
+            if record is not None and record.step == step:
+                self._last = buffer
+
+    def reader(self, buffer: int) -> Callable[[int, memoryview], None]:
+        """A function that copies bytes at an offset of a buffer's body into a view."""
+        source = memoryview(self._maps[buffer])[BODY_OFFSET:]
 
         def read(offset: int, into: memoryview) -> None:
             into[:] = source[offset : offset + len(into)]

@@ -21,8 +21,6 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.step_state.moved_state import fetch_missing
 
-# A recovery goes back to the last step that is sealed everywhere: the present one or the last.
-_REMEMBERED_STEPS = 2
 Kept = Mapping[str, Any]
 
 
@@ -130,7 +128,8 @@ class StepState:
             self.put_back(self._before[step])
             return
         self._before[step] = self.keep()
-        for old in [one for one in self._before if one <= step - _REMEMBERED_STEPS]:
+        oldest = step - self._worker.state.remembered_steps
+        for old in [one for one in self._before if one <= oldest]:
             del self._before[old]
 
     def before(self, step: int) -> Kept:

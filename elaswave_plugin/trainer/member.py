@@ -204,6 +204,10 @@ class Member:
             self.check()
             self._begun_step = step
 
+    def stops_before(self, step: int) -> bool:
+        """Return whether all stop before this step for the view that is proposed."""
+        return (self._boundary[0], self._before_step) == (self._proposed_epoch, step)
+
     def _await_boundary(self, deadline_s: float) -> None:
         with self.progress_page.waiting(OUTSIDE):
             while self._boundary[0] <= self._returned_epoch:
@@ -258,8 +262,9 @@ class Member:
         with self._changed:
             # A fresh set: after a roll-back the same step is sealed again, in a newer epoch, and
             # what was acknowledged of the older one says nothing about these bytes. Later steps
-            # were sealed before that roll-back, and the step before the last is overwritten.
-            last = {age: who for age, who in self._missing.items() if age[1] == record.step - 1}
+            # were sealed before that roll-back, and the one before the last is overwritten.
+            earlier = [age for age in self._missing if age[1] < record.step]
+            last = {age: self._missing[age] for age in earlier[-1:]}
             self._missing = {**last, record.age: set(copy_to)}
         self._link.send(said.Sealed(record=record, copy_to=tuple(copy_to)))
 

@@ -13,11 +13,11 @@ from elaswave_plugin import config
 from elaswave_plugin.config import (
     Change,
     ElasticConfig,
-    check_given,
     from_namespace,
     from_section,
 )
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.recovery.given_settings import check_given
 
 KEYS = (
     "activation_room",
@@ -45,6 +45,7 @@ KEYS = (
     "seed",
     "slow_workers",
     "snapshot_copies",
+    "snapshot_interval",
     "snapshots",
     "split_backward",
     "stop_after",
@@ -128,6 +129,9 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"snapshot": True}, ["unknown key 'snapshot'", "True", "snapshots"]),
         ({"consistency": "sure"}, ["'consistency' is 'sure'", "'exact' or 'fast'"]),
         ({"snapshot_copies": -1}, ["'snapshot_copies' is -1", "greater than or equal to 0"]),
+        ({"snapshot_interval": 0}, ["snapshot_interval is 0", "auto or a number of steps"]),
+        ({"snapshot_interval": "1.5"}, ["snapshot_interval is 1.5", "from 1 on"]),
+        ({"snapshot_interval": -3}, ["snapshot_interval is -3"]),
         ({"transfer_timeout_s": 0}, ["'transfer_timeout_s' is 0", "greater than 0"]),
         ({"transfer_timeout_s": float("inf")}, ["'transfer_timeout_s' is inf", "finite"]),
         ({"seed": "many"}, ["'seed' is 'many'", "integer"]),

@@ -16,8 +16,10 @@ from elaswave_plugin.core.planner.microbatch_split import redeal
 from elaswave_plugin.core.planner.payback import (
     LEAST_GAIN,
     PAYS_WITHIN_STEPS,
+    STEPS_TO_JUDGE,
     Payback,
     gain_of_view,
+    more_sums,
 )
 from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.planner.prediction import StepWork
@@ -296,6 +298,76 @@ def test_a_view_is_asked_for_where_it_pays_within_a_hundred_steps() -> None:
     least = 2 * payback.pause_s / (PAYS_WITHIN_STEPS * 0.1)
     assert payback.pays(gain=least * 1.001, step=3)
     assert not payback.pays(gain=least * 0.999, step=3)
+
+
+def test_sums_that_are_sent_apart_are_taken_from_the_gain() -> None:
+    launch = {"num_microbatches": 16, "launch_slots": (0, 1, 2, 3), "live": (0, 1, 2, 3)}
+    even, less = deal(**launch), deal(**launch, slow={2: 2.0})
+    # Two of its micro-batches go to others, one each; what it keeps is no whole replica.
+    assert (even.sent_apart, less.sent_apart) == (0, 2)
+    assert more_sums(even, less) == 2 and more_sums(less, even) == -2
+    shares = share(num_samples=8, launch_slots=(0, 1), live=(0, 1), slow={0: 3.0})
+    assert more_sums(shares, shares) == 0
+    staged = {"layout": PP2, "num_microbatches": 8, "times": TIMES}
+    assert more_sums(flow_of(**staged), flow_of(**staged, slow={1: 3.0})) > 0
+    payback = Payback()
+    payback.pause_s = 1.0
+    payback.note(step_s=1.0)
+    assert payback.pays(gain=0.3, step=3, more_s=0.27)
+    assert not payback.pays(gain=0.3, step=3, more_s=0.29)
+    # Cheaper sums are no reason for longer passes.
+    assert not payback.pays(gain=0.0, step=3, more_s=-1.0)
+
+
+def judged(after_s: Sequence[float], *, same_members: bool = True) -> str | None:
+    """The verdict on steps after a view that was asked for at steps of a second."""
+    payback = Payback()
+    for _ in range(3):
+        payback.note(step_s=1.0)
+    payback.ask(step=3)
+    payback.restart(payback.asked, same_members=same_members)
+    for step_s in after_s:
+        payback.note(step_s=step_s)
+    return payback.worse()
+
+
+def test_steps_that_got_longer_speak_for_taking_work_back() -> None:
+    assert judged([1.2] * STEPS_TO_JUDGE) == "steps take 1.2 s instead of 1 s"
+    assert judged([1.2] * (STEPS_TO_JUDGE - 1)) is None
+    assert judged([0.9] * 9 + [1.2] * STEPS_TO_JUDGE) is not None
+    assert judged([0.9, 1.1] * STEPS_TO_JUDGE) is None
+    # A view that also lost somebody says nothing of it.
+    assert judged([1.2] * STEPS_TO_JUDGE, same_members=False) is None
+
+
+def test_a_view_that_takes_work_back_is_the_last_word_and_is_not_judged() -> None:
+    payback = Payback()
+    payback.note(step_s=1.0)
+    payback.ask(step=3)
+    asked = payback.asked
+    payback.restart(asked, same_members=True)
+    for _ in range(STEPS_TO_JUDGE):
+        payback.note(step_s=2.0)
+    assert payback.worse() is not None
+    payback.take_back(step=12)
+    assert payback.asked is not None and asked is not None
+    assert payback.asked > asked and payback.asked.takes_back and not asked.takes_back
+    payback.restart(payback.asked, same_members=True)
+    for _ in range(STEPS_TO_JUDGE):
+        payback.note(step_s=3.0)
+    assert payback.worse() is None
+    # Another try comes as late as a third view.
+    assert not payback.pays(gain=0.5, step=51) and payback.pays(gain=0.5, step=52)
+
+
+def test_a_view_in_which_nobody_is_slow_any_more_is_not_judged() -> None:
+    payback = Payback()
+    payback.note(step_s=1.0)
+    payback.ask(step=3, is_judged=False)
+    payback.restart(payback.asked, same_members=True)
+    for _ in range(STEPS_TO_JUDGE):
+        payback.note(step_s=2.0)
+    assert payback.worse() is None
 
 
 def test_each_view_comes_later_than_the_one_before_also_where_others_take_over() -> None:

@@ -64,6 +64,8 @@ class EngineSpec(JobSpec):
     stages: int = 1
     # Workers that join the job as soon as it has begun.
     joiners: int = 0
+    # Steps from one seal to the next.
+    interval: str = "auto"
     settings: str = ""
     script: str = str(EXAMPLE)
 
@@ -111,6 +113,7 @@ class EngineSpec(JobSpec):
                 "change": list(self.changes),
                 "respawn": self.respawn,
                 "slow_workers": self.slow_workers,
+                "snapshot_interval": self.interval,
                 # As soon as in the other phases: no storage stalls here.
                 "data_timeout_s": 2.0,
             },

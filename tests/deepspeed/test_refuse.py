@@ -21,6 +21,7 @@ from elaswave_plugin.adapters.deepspeed_settings import REMOVED
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
+from tests.deepspeed.hf_runs import spec_of
 from tests.deepspeed.test_pipeline import PP2_DP2
 from tests.faults.test_bad_input import check_refused
 from tests.proofs import Kind, Promise, proves
@@ -146,6 +147,18 @@ def test_a_loop_that_could_not_be_redone_is_refused_in_its_first_step(
     assert refused.returncode == 2
     assert named in refused.output
     assert "Traceback" not in refused.output and not refused.files.steps
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+@pytest.mark.parametrize("spec", [EngineSpec(), spec_of()], ids=["own", "trainer"])
+def test_steps_without_a_seal_are_refused_in_loops_that_are_not_ours(
+    run: Launch, spec: EngineSpec
+) -> None:
+    refused = run(replace(spec, interval="3"))
+    assert refused.returncode == 2, refused.output[-4000:]
+    assert "snapshot_interval is 3, and the loop is the script's own" in refused.output
+    assert "Traceback" not in refused.output and not refused.files.steps
+    assert not refused.orphans
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from elaswave_plugin.core.planner.payback import STEPS_TO_JUDGE
 from elaswave_plugin.core.planner.slow import SHORTEST
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal
@@ -96,6 +97,38 @@ def test_a_slow_worker_gets_less_to_do_and_gets_it_back(run: Launch, reference: 
     slowed = run(replace(DP2, slow_workers="act", sabotage=emulated(0.016, 3.0)))
     check_equal(slowed, reference(DP2))
     check_shares_and_seconds(slowed, *check_less_work_and_back(slowed))
+
+
+# Whoever runs what another one gave away makes the step longer than it was.
+COSTLY = """
+import time
+complete_step = GuardedSteps.complete
+def complete(self, report):
+    if not self.worker.dataflow.is_healthy:
+        time.sleep(0.5)
+    complete_step(self, report)
+GuardedSteps.complete = complete
+"""
+
+
+@proves(Kind.SLOW, Promise.EQUAL)
+def test_work_that_made_steps_longer_is_taken_back(run: Launch, reference: Reference) -> None:
+    steps = 40
+    costly = emulated(0.016, 3.0, until=steps) + COSTLY
+    slowed = run(replace(DP2, steps=steps, slow_workers="act", sabotage=costly))
+    check_equal(slowed, reference(replace(DP2, steps=steps)))
+    # It stays slow, and is said to be.
+    assert slowed.events("slow_worker") and not slowed.events("slow_worker_over")
+    _, less, back = slowed.events("view_committed")
+    assert less["reason"].startswith(f"less work for what is slow: worker {SLOW} (")
+    said = r"less work for what is slow did not pay: steps take (\S+) s instead of (\S+) s"
+    told = re.match(said, back["reason"])
+    assert told is not None and float(told[1]) > float(told[2])
+    begins = {event["epoch"]: event["restored_step"] for event in slowed.events("recovered")}
+    relieved = range(begins[less["epoch"]], begins[back["epoch"]])
+    assert len(relieved) >= STEPS_TO_JUDGE
+    mine, half = counts(slowed, SLOW), DP2.global_batch // 2
+    assert {step for step, count in mine.items() if count != half} == set(relieved)
 
 
 @proves(Kind.SLOW, Promise.EQUAL)

@@ -242,7 +242,7 @@ def _sealed_and_read(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         )()
         # What comes next overwrites the state on the device: the seal has its own bytes by now.
         found = torch.empty(8)
-        reader = VerifiedReader(sealed, pool.reader(1))
+        reader = VerifiedReader(sealed, pool.reader(sealed.buffer))
         torch.cuda.synchronize()
         reader.read_ranges([(0, found.numpy().data.cast("B"))])
     for fd in fds:

@@ -61,6 +61,25 @@ def test_the_clock_on_a_cpu() -> None:
     assert watch.times.pace == forward_s / 10
 
 
+def test_a_sum_of_gradients_without_the_waiting_in_it() -> None:
+    waited = [0.0]
+    watch = Stopwatch(PassTimes(), waited=lambda: waited[0])
+    assert watch.times.sum_s == 0
+    begun_s = time.perf_counter()
+    for _ in range(2):
+        with watch.summing():
+            time.sleep(0.02)
+            waited[0] += 0.015
+    most_s = time.perf_counter() - begun_s - 0.03
+    watch.step_over()
+    assert 0.01 <= watch.times.sum_s <= most_s
+    with watch.summing():
+        time.sleep(0.05)
+    watch.drop_step()
+    watch.step_over()
+    assert watch.times.sum_s <= most_s
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_passes_are_told_apart_while_state_follows(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool

@@ -122,7 +122,7 @@ def test_any_range_comes_back_as_it_was_sealed(
             len(capsule),
         )
         asked: list[tuple[int, int]] = []
-        copied, most = pool.reader(step), [0]
+        copied, most = pool.reader(sealed.buffer), [0]
 
         def read_asked(offset: int, into: memoryview) -> None:
             # But for the table, which comes before any range.
@@ -146,7 +146,7 @@ def test_whole_chunks_of_the_real_size_come_back() -> None:
         parts = [torch.randn(size // 4), torch.randn(7)]
         sealed = seal(pool, parts, b"capsule")
         copy = plain_copy(parts, b"capsule")
-        reader = VerifiedReader(sealed, pool.reader(6))
+        reader = VerifiedReader(sealed, pool.reader(sealed.buffer))
         ranges = [(0, size), (size - 1, 2), (size // 2 - 4, 8), (size, 28)]
         assert read(reader, ranges) == [copy[start : start + length] for start, length in ranges]
 
@@ -164,7 +164,7 @@ def test_the_bytes_are_in_place_before_the_seal_is_announced() -> None:
 
         def look() -> None:
             target = bytearray(8)
-            pool.reader(6)(0, memoryview(target))
+            pool.reader(0)(0, memoryview(target))
             seen.append(bytes(target))
 
         seal(pool, [torch.tensor([1.0, -2.0])], b"", before_seal=look)
@@ -179,12 +179,31 @@ def test_two_steps_live_beside_each_other() -> None:
             steps[step] = (seal(pool, parts, f"capsule {step}".encode(), step=step), parts)
             for live in (step - 1, step) if step else (step,):
                 sealed, wanted = steps[live]
-                reader = VerifiedReader(sealed, pool.reader(live))
+                reader = VerifiedReader(sealed, pool.reader(sealed.buffer))
                 assert read(reader, [(0, 600)]) == [plain_copy(wanted, b"")]
                 assert reader.read_capsule() == f"capsule {live}".encode()
         # The step before those two is overwritten, and a reader of it is told so.
         with pytest.raises(SnapshotUnreadableError, match="of step 2 at w3 does not match"):
-            VerifiedReader(steps[2][0], pool.reader(2)).read_capsule()
+            VerifiedReader(steps[2][0], pool.reader(steps[2][0].buffer)).read_capsule()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_a_recovery_went_back_to_is_not_overwritten_by_the_next_seal(every: int) -> None:
+    with opened_pool() as pool:
+
+        def sealed(number: int) -> SealedShard:
+            return seal(pool, [torch.full((9,), float(number))], b"", step=number * every)
+
+        one, two = sealed(1), sealed(2)
+        assert one.buffer != two.buffer
+        # The second one is not sealed everywhere.
+        pool.go_back(one.step)
+        again = sealed(2)
+        assert again.buffer == two.buffer
+        pool.go_back(again.step)
+        assert sealed(3).buffer == one.buffer
+        # A worker that comes later has the buffers of its predecessor; here it had sealed nothing.
+        pool.go_back(99)
 
 
 # ---- damage -------------------------------------------------------------------------------------
@@ -218,7 +237,7 @@ def test_every_single_flipped_bit_is_seen() -> None:
     with opened_pool() as pool:
         sealed = seal(pool, [torch.randn(33), torch.randn(20)], os.urandom(45))
         assert sealed.length == 212 + 45 + 8 * 5  # payload, capsule, table
-        source = pool.reader(6)
+        source = pool.reader(sealed.buffer)
         assert is_read(sealed, Damaged(source, -1))
         unseen = [bit for bit in range(8 * sealed.length) if is_read(sealed, Damaged(source, bit))]
         assert unseen == []
@@ -230,7 +249,7 @@ def test_damage_elsewhere_does_not_spoil_a_range() -> None:
     with opened_pool() as pool:
         part = torch.randn(64)
         sealed = seal(pool, [part], b"capsule")
-        reader = VerifiedReader(sealed, Damaged(pool.reader(6), 8 * 200))
+        reader = VerifiedReader(sealed, Damaged(pool.reader(sealed.buffer), 8 * 200))
         assert read(reader, [(0, 192)]) == [part.numpy().tobytes()[:192]]
         with pytest.raises(SnapshotUnreadableError, match="chunk 3 of shard 1/3 of step 6"):
             read(reader, [(0, 193)])

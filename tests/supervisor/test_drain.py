@@ -54,6 +54,41 @@ def test_a_worker_without_whom_a_stage_is_empty_is_refused(
     )
 
 
+def test_all_workers_of_a_node_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Job(tmp_path, 4).start(nodes=2) as job:
+        assert run_command(["drain", "--node", "9", str(job.run_dir)]) == 2
+        wanted = "elaswave: node 9 has no worker in the job, wanted one of 0 1\n"
+        assert capsys.readouterr().err == wanted
+        assert run_command(["drain", "--node", "1", str(job.run_dir)]) == 0
+        assert capsys.readouterr().out.startswith("workers 2, 3 of node 1 leave between two steps")
+        for slot in range(4):
+            job.tell(slot, "step 1")
+        left = [2, 3]
+        while job.one("commit", 0)["ranks"] != [0, 1]:
+            pass
+        job.all("stopped", left)
+        for slot in (0, 1):
+            job.tell(slot, "release")
+        assert job.finish([0, 1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--node", "1", "2", "DIR"], "--node 1 and SLOT 2 are given, wanted one"),
+        (["DIR"], "wanted SLOT DIR, or --node N DIR, and DIR is given"),
+        ([], "and nothing is given"),
+        (["1", "DIR", "2"], "and 1 DIR 2 is given"),
+    ],
+)
+def test_a_worker_or_a_node_is_named(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["drain", *words]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+
+
 def test_without_a_job_it_costs_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

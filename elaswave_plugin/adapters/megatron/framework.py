@@ -111,6 +111,7 @@ class MegatronFramework:
             slot=worker.slot,
             exact=worker.promises_bits,
             announce=self._announce,
+            summing=worker.stopwatch.summing,
         )
         self._expert_biases = ExpertBiases(self.chunks)
         for chunk in self.chunks:

@@ -171,6 +171,9 @@ class LmJob:
 
     def make_external_loader(self, stream: Any, position: int) -> ExternalLoader:
         """The loader of a stream that the script has made; None where it makes none."""
+        self.worker.state.seal_each_step(
+            "--dataloader-type external reads streams, of which a lost worker's batches are gone"
+        )
         loader = ExternalLoader(
             stream,
             position,

@@ -35,8 +35,9 @@ class WorkerFacts:
     damaged. For the deal: ``placement`` as `Placement.state` in the view of ``placed_epoch``;
     ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.reports`;
     ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that it was asked for;
-    ``told_to_leave``: it is to go. At the launch: the ``run_id`` and ``launch_id`` that it
-    proposes, and the settings that it was ``given``.
+    ``seal_interval``: steps from one seal to the next that it wants; ``told_to_leave``: it is to
+    go. At the launch: the ``run_id`` and ``launch_id`` that it proposes, and the settings that it
+    was ``given``.
     """
 
     address: str
@@ -48,7 +49,8 @@ class WorkerFacts:
     placement: Mapping[str, Any] = field(default_factory=dict)
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
     slow: tuple[SlowReport, ...] = ()
-    slow_views: tuple[int, int] | None = None
+    slow_views: tuple[int, int, bool] | None = None
+    seal_interval: int = 1
     cuts_wanted: tuple[int, ...] | None = None
     told_to_leave: bool = False
     run_id: str = ""

@@ -32,6 +32,7 @@ FORWARD, BACKWARD = "forward", "backward"
 SPLIT = INPUTS, WEIGHTS = "inputs", "weights"
 OPERATION, AROUND, LINK, BYTE = "operation", "around", "link", "byte"
 HELD = "held"
+SUM = "sum"
 FOLLOWED = "followed"
 STEPS_FOR_COSTS = 5
 """Fewer steps tell little: the first ones compile and fill caches."""
@@ -172,6 +173,12 @@ class PassTimes:
         """Note a step's seconds outside its passes: in each operation, and around all of them."""
         self._step[OPERATION, OPERATION] = [operation_s]
         self._step[AROUND, AROUND] = [around_s]
+
+    @property
+    def sum_s(self) -> float:
+        """Seconds of the sum of a whole step's gradients; 0 where it is not known."""
+        steps_s = self._known.get((SUM, SUM))
+        return median(steps_s) if steps_s else 0.0
 
     def step_over(self) -> None:
         """Complete a step."""

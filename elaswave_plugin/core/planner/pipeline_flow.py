@@ -210,6 +210,13 @@ class PipelineFlow:
         )
 
     @property
+    def sent_apart(self) -> int:
+        """The most contributions of a worker beside the one that its gradients hold in the end."""
+        if self.is_healthy or self.is_resized:
+            return 0
+        return max(self.shard_group(stage, 0).sent_apart for stage in range(len(self.pieces)))
+
+    @property
     def is_healthy(self) -> bool:
         """True if every stage is as at launch: the framework's own schedule runs."""
         layout = self.layout

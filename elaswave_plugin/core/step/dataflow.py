@@ -72,6 +72,16 @@ class Dataflow:
         last = self.contributions(slot)[-1:]
         return last[0] if last and last[0].whole else None
 
+    @property
+    def sent_apart(self) -> int:
+        """The most contributions of a worker beside the one that its gradients hold in the end."""
+        if self.is_healthy:
+            return 0
+        return max(
+            len(self.contributions(slot)) - (self.in_place(slot) is not None)
+            for slot, _ in self.placement
+        )
+
     def fold(self) -> tuple[FoldTerm, ...]:
         """The canonical order of addition at every shard owner."""
         return fold_order(

@@ -46,6 +46,19 @@ def test_any_worker_of_a_data_parallel_job(run: Launch, reference: Launch, kill:
     check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="5:backward")
+def test_steps_without_a_seal_are_made_again(run: Launch, reference: Launch) -> None:
+    spec = ScriptSpec(steps=8)
+    fewer = (*spec.options, "--elaswave-snapshot-interval", "3")
+    killed, undisturbed = (
+        run(replace(spec, kills=("1@5:backward",), options=fewer)),
+        reference(spec),
+    )
+    check_equal(killed, undisturbed)
+    assert printed(killed) == printed(undisturbed)
+    assert {event["restored_step"] for event in killed.events("recovered")} == {3}
+
+
 @proves(Kind.KILLS, Promise.EQUAL, victim="0 3 1", moment="0:backward 2:reduce 4:gather")
 def test_down_to_one_worker(run: Launch, reference: Launch) -> None:
     kills = ("0@0:backward", "3@2:reduce", "1@4:gather")

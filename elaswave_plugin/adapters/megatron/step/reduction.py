@@ -7,6 +7,7 @@ fold them all.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ class GradientReduction:
         slot: int,
         exact: bool,
         announce: Callable[[str], None],
+        summing: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """``summing()``: a block in which the gradients of a step are summed as while healthy."""
         self._bucket_groups: list[Any] = []
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slot = slot
         self._exact = exact
         self._announce = announce
+        self._summing = summing
         self._group = chunks[0].intra_dp_cp_group
         self._native = True
         self._ranks: tuple[int, ...] = ()
@@ -152,7 +156,8 @@ class GradientReduction:
     def _finishing(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
         def finish_grad_sync(force_all_reduce: bool | None = False) -> None:
             if self._native:
-                native(force_all_reduce=force_all_reduce)
+                with self._summing():
+                    native(force_all_reduce=force_all_reduce)
             elif not self._exact:
                 # The executor counted no gradients, so nothing was started during the backward.
                 if group.ddp_config.overlap_grad_reduce:
