@@ -1,6 +1,7 @@
 """Any worker, killed in any phase of a step: the survivors finish the run bit for bit."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,24 @@ def test_several_kills_change_nothing(
 ) -> None:
     spec = JobSpec(kills=kills)
     check_equal(run(spec), reference(spec))
+
+
+# Each bucket of these tiny models is exchanged in many parts, the last one smaller.
+SLICED = """
+from elaswave_plugin.adapters.megatron.step import reduction
+reduction.SLICE_ELEMENTS = 999
+"""
+
+
+@proves(Kind.KILLS, Promise.EQUAL, victim="0 2", moment="1:backward 3:reduce")
+@pytest.mark.parametrize(
+    "options", sampled([(one,) for one in (OPTIONS[0], OPTIONS[2], OPTIONS[4])], share=1)
+)
+def test_sums_in_small_parts_have_the_same_bits(
+    run: Launch, reference: Reference, options: tuple[str, ...]
+) -> None:
+    spec = JobSpec(options=options, kills=("0@1:backward", "2@3:reduce"))
+    check_equal(run(replace(spec, sabotage=SLICED)), reference(spec))
 
 
 RAISE = """

@@ -8,7 +8,7 @@ fold them all.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -17,6 +17,16 @@ from elaswave_plugin.communicator.groups import tagged, term_sums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
+
+# Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
+SLICE_ELEMENTS = 1 << 20
+
+
+class _Slice(NamedTuple):
+    """A part of a worker's shard of a bucket."""
+
+    bucket: int
+    cut: slice
 
 
 class GradientReduction:
@@ -47,7 +57,9 @@ class GradientReduction:
         self._in_place: dict[int, int] = {}
         # By bucket and lost replica: the sum of what it contributes to the own shard.
         self._sums: dict[tuple[int, int], tuple[torch.Tensor, ElasticWork]] = {}
-        # By bucket and replica: those that are in the gradients of others.
+        # The slices of this step's sums, and by slice and replica those that are in the gradients
+        # of others.
+        self._slices: list[_Slice] = []
         self._arriving: dict[int, dict[int, tagged.Arriving]] = {}
         self._sends: list[tuple[ElasticWork, torch.Tensor]] = []
         self.watch(chunks)
@@ -81,6 +93,7 @@ class GradientReduction:
     def drop(self) -> None:
         """Forget contributions of an interrupted step."""
         self._sums.clear()
+        self._slices.clear()
         self._arriving.clear()
         self._sends.clear()
 
@@ -171,48 +184,68 @@ class GradientReduction:
                     self.await_sent()
                     self._check_gradients()
                 for bucket in group.buckets:
-                    self._fold(self._buckets().index(bucket), bucket)
+                    self._fold(self._buckets().index(bucket))
                 if group is self._bucket_groups[-1]:
                     self.await_sent()
                     self.drop()
 
         return finish_grad_sync
 
-    def _exchange(self, index: int, bucket: Any) -> None:
-        """Send the replica that is in the gradients to the shard owners, ask for that of others."""
+    def _exchange(self, number: int) -> None:
+        """Send a slice of the replica in the gradients to its owners, ask for that of others."""
+        index, cut = self._slices[number]
+        bucket = self._buckets()[index]
         me, mine = self._group.rank(), self._in_place.get(self._slot)
-        if mine is not None and bucket.gradient_scaling_factor != 1.0:
+        if mine is not None and cut.start == 0 and bucket.gradient_scaling_factor != 1.0:
             bucket.grad_data *= bucket.gradient_scaling_factor
-        self._arriving[index] = {}
-        tag = self._tag(len(self._buckets()), index)
+        self._arriving[number] = {}
+        tag = self._tag(len(self._buckets()), number)
         for rank, slot in enumerate(self._ranks):
             theirs = self._in_place.get(slot)
             if rank != me and theirs is not None:
-                space = torch.empty_like(self._shard(bucket, me))
-                self._arriving[index][theirs] = tagged.receive(
+                space = torch.empty_like(self._shard(bucket, me)[cut])
+                self._arriving[number][theirs] = tagged.receive(
                     space, self._group, rank=rank, tag=tag
                 )
             if rank != me and mine is not None:
-                piece = self._shard(bucket, rank)
+                piece = self._shard(bucket, rank)[cut]
                 self._sends.append((tagged.send(piece, self._group, rank=rank, tag=tag), piece))
 
-    def _fold(self, index: int, bucket: Any) -> None:
-        """Add all replicas' parts of this worker's shard of ``bucket`` in canonical order."""
-        # One ahead, so that bytes travel while others are added, and no more are held.
-        for number, one in list(enumerate(self._buckets()))[index : index + 2]:
-            if number not in self._arriving:
-                self._exchange(number, one)
-        own, mine = self._shard(bucket, self._group.rank()), self._in_place.get(self._slot)
+    def _fold(self, index: int) -> None:
+        """Add all replicas' parts of this worker's shard of a bucket in canonical order.
+
+        Slice by slice: little memory for what arrives, however large a bucket is.
+        """
+        if not self._slices:
+            self._slices = [
+                _Slice(one, slice(start, start + SLICE_ELEMENTS))
+                for one, bucket in enumerate(self._buckets())
+                for start in range(0, self._shard(bucket, 0).numel(), SLICE_ELEMENTS)
+            ]
+        for number, one in enumerate(self._slices):
+            if one.bucket != index:
+                continue
+            # One ahead, so that bytes travel while others are added.
+            for asked in range(number, min(number + 2, len(self._slices))):
+                if asked not in self._arriving:
+                    self._exchange(asked)
+            self._fold_slice(number, one)
+        for replica in [replica for one, replica in self._sums if one == index]:
+            del self._sums[index, replica]
+
+    def _fold_slice(self, number: int, one: _Slice) -> None:
+        bucket = self._buckets()[one.bucket]
+        own, mine = self._shard(bucket, self._group.rank())[one.cut], self._in_place.get(self._slot)
         total: torch.Tensor | None = None
         for term in self._terms:
             if term.replica == mine:
                 replica = own
-            elif term.replica in self._arriving[index]:
-                replica = self._arriving[index].pop(term.replica).wait()
+            elif term.replica in self._arriving[number]:
+                replica = self._arriving[number].pop(term.replica).wait()
             else:
-                summed, work = self._sums.pop((index, term.replica))
+                summed, work = self._sums[one.bucket, term.replica]
                 work.wait()
-                replica = summed.to(own.device)
+                replica = summed[one.cut].to(own.device)
                 if bucket.gradient_scaling_factor != 1.0:
                     replica *= bucket.gradient_scaling_factor
             total = replica if total is None else total.add_(replica)
