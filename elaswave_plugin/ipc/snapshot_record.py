@@ -11,7 +11,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable
 
 from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
@@ -49,19 +48,10 @@ def clear_record(buffer: memoryview) -> None:
 
 def read_record(fd: int) -> SealedShard | None:
     """The record of a memory, None where nothing is sealed in it."""
-    return _record(lambda length, offset: os.pread(fd, length, offset))
-
-
-def record_in(buffer: memoryview) -> SealedShard | None:
-    """The record of a mapped memory, None where nothing is sealed in it."""
-    return _record(lambda length, offset: bytes(buffer[offset : offset + length]))
-
-
-def _record(read: Callable[[int, int], bytes]) -> SealedShard | None:
-    head = read(_HEAD.size, 0)
+    head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
         return None
     length, checksum = _HEAD.unpack(head)
-    text = read(min(length, BODY_OFFSET - _HEAD.size), _HEAD.size)
+    text = os.pread(fd, min(length, BODY_OFFSET - _HEAD.size), _HEAD.size)
     is_whole = length and len(text) == length and zlib.crc32(text) == checksum
     return from_json(SealedShard, json.loads(text)) if is_whole else None

@@ -158,11 +158,11 @@ class StateKeeper:
             self._seal(framework, step, check=lambda: None)
             self.finish_seal()
 
-    def went_back(self, step: int) -> None:
-        """The state is that after ``step`` steps again, as it was sealed."""
+    def went_back(self, step: int, buffer: int) -> None:
+        """The state is that after ``step`` steps again, as all have sealed it in this buffer."""
         self._base_step = step
         if self._config.snapshots:
-            self.pool.go_back(step)
+            self.pool.go_back(buffer)
 
     @property
     def wanted_interval(self) -> int:

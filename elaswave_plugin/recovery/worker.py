@@ -372,7 +372,7 @@ class Worker:
         )
         self.slow_workers.note_pause(pause_s)
         self.completed = self.phases.step = self._restored_step = plan.restore_step
-        self.state.went_back(plan.restore_step)
+        self.state.went_back(plan.restore_step, plan.restore_buffer)
         self.phases.replaying = True
         self.dataflow = plan.dataflow
         self._smaller = {}

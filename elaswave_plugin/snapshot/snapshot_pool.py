@@ -17,12 +17,7 @@ import xxhash
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
-from elaswave_plugin.ipc.snapshot_record import (
-    BODY_OFFSET,
-    clear_record,
-    record_in,
-    write_record,
-)
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
 from elaswave_plugin.snapshot.host_pieces import HostPieces, Piece
 
 # Small enough that a range read checks little more than it needs, large enough that the table is
@@ -146,12 +141,12 @@ class SnapshotPool:
 
         return seal
 
-    def go_back(self, step: int) -> None:
-        """Keep the seal of ``step``, if there is one: what was sealed after it is void."""
-        for buffer, memory in enumerate(self._maps):
-            record = record_in(memoryview(memory))
-            if record is not None and record.step == step:
-                self._last = buffer
+    def go_back(self, buffer: int) -> None:
+        """Keep what is sealed in ``buffer``: what was sealed after it is void.
+
+        Alike on all workers, newcomers included, so that they write to the same buffer next.
+        """
+        self._last = buffer
 
     def reader(self, buffer: int) -> Callable[[int, memoryview], None]:
         """A function that copies bytes at an offset of a buffer's body into a view."""

@@ -48,6 +48,11 @@ class RecoveryPlan:
             f"restore step {self.restore_step}, {self.dataflow}"
         )
 
+    @property
+    def restore_buffer(self) -> int:
+        """The buffer in which all of the sources lie at their owners, who seal alike."""
+        return self.sources[0][0].buffer
+
     def shard_group_of(self, slot: int) -> int | None:
         """The number of the shard group of ``slot``; None for a worker without a place."""
         return next(
