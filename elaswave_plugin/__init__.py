@@ -16,6 +16,7 @@ from elaswave_plugin.errors import (
     PlanDigestError,
     SnapshotGapError,
     SnapshotUnreadableError,
+    TooLittleMemoryError,
     WeightsDifferError,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "PlanDigestError",
     "SnapshotGapError",
     "SnapshotUnreadableError",
+    "TooLittleMemoryError",
     "WeightsDifferError",
     "keep",
     "phase",

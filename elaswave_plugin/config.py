@@ -292,9 +292,10 @@ class ElasticConfig(BaseModel):
     )
     memory_limit_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="GiB that a worker of a pipeline may hold by a plan in weights, gradients,"
-        " optimizer state and activations, as measured in the running job; none: on GPUs the"
-        " memory that the device has for the job, on CPUs no limit",
+        description="GiB that a worker may hold by a plan in weights, gradients and optimizer"
+        " state, in a pipeline also in activations, as measured in the running job; a loss after"
+        " which nothing fits ends the job; none: in pipelines on GPUs the memory that the device"
+        " has for the job, else no limit",
     )
     slow_workers: Literal["act", "name"] = Field(
         "act",
@@ -393,7 +394,6 @@ class ElasticConfig(BaseModel):
             "split_backward": ("auto", "never"),
             "clocks": ("off",),
             "activation_room": (None,),
-            "memory_limit_gib": (None,),
         }
         for name, values in idle.items():
             if getattr(self, name) not in values:

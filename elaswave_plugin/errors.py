@@ -7,6 +7,7 @@ ElasWaveError                      anything that can happen in a run
 ├── PlanDigestError                workers computed different plans from one commit
 ├── WeightsDifferError             replicas hold other weights after a recovery, read again as well
 ├── LayoutError                    the live workers do not make a layout any more
+├── TooLittleMemoryError           what a loss adds fits into no memory, however it is dealt
 ├── SnapshotGapError               state is lost with all its copies; the missing shards are named
 ├── CheckpointUnreadableError      what the tracker of a directory names cannot be loaded
 ├── SnapshotUnreadableError        sealed bytes do not arrive, or not as they were sealed
@@ -56,6 +57,10 @@ class WeightsDifferError(ElasWaveError):
 
 class LayoutError(ElasWaveError):
     """The live workers do not make up a layout any more; the message says what is missing."""
+
+
+class TooLittleMemoryError(ElasWaveError):
+    """A loss adds to a worker what does not fit; the message says what was wanted and free."""
 
 
 class SnapshotGapError(ElasWaveError):

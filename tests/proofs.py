@@ -34,6 +34,7 @@ class Kind(StrEnum):
     ZOMBIE = "a worker that was given up goes on"
     SUSPEND = "the whole job is stopped and continued"
     SLOW = "a worker gets slow"
+    OUT_OF_MEMORY = "a survivor has no memory for what a loss adds"
     NOISE = "workers are late, and none hangs"
     LINK = "a link between living workers breaks"
     DISK = "the storage fails"

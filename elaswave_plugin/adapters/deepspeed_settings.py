@@ -38,6 +38,7 @@ CARRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
     ("elaswave.dataflow", ("auto",), "every worker takes a share of each micro-batch"),
     ("elaswave.clocks", ("off",), "all workers have the same to do"),
+    ("elaswave.memory_limit_gib", (None,), "shares are not planned by bytes; leave it out"),
 )
 # DeepSpeed 0.19.8 refuses them with any value (deepspeed/runtime/config.py, `_REMOVED_...`).
 REMOVED = (

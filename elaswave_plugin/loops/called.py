@@ -9,6 +9,7 @@ it returns, after the steps that were rolled back.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class CalledLoop(UserLoop):
         self._known[number] = step
         for old in [one for one in self._known if one <= number - _REMEMBERED_STEPS]:
             del self._known[old]
-        self._until(number, lambda: self._open(number))
+        self._until(number, partial(self.worker.relief.step, partial(self._open, number)))
 
     def make(self, *, sealed: bool = False) -> None:
         """Complete the step that was opened.
@@ -128,9 +129,7 @@ class CalledLoop(UserLoop):
             before, self._inside = self._inside, True
             try:
                 while self.worker.completed < completed:
-                    number = self.worker.completed
-                    self._open(number)
-                    self._known[number].train()
+                    self.worker.relief.step(self._attempt_step)
                 self.worker.phases.step = self.worker.completed
                 result = work()
                 self._steps.note_recovery()
@@ -139,6 +138,11 @@ class CalledLoop(UserLoop):
                 self._inside = before
 
         return guarded(attempt, self._recover, blame=self._blame_newcomers)
+
+    def _attempt_step(self) -> None:
+        number = self.worker.completed
+        self._open(number)
+        self._known[number].train()
 
     def _await_seals(self) -> None:
         self.worker.state.finish_seal()

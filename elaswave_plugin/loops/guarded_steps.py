@@ -229,7 +229,7 @@ class ElasticLoop:
 
         def attempt() -> Result:
             while self.worker.completed < steps:
-                self._attempt_step()
+                self.worker.relief.step(self._attempt_step)
             self.worker.phases.step = self.worker.completed
             self.worker.state.complete()
             result = work()

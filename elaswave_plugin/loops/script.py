@@ -123,9 +123,12 @@ class ScriptLoop:
     def _redo(self) -> None:
         """Complete the steps up to the one reached; raises EpochChanged where it is interrupted."""
         while self.worker.completed < self._reached:
-            assert self._attempt is not None
-            self._steps.begin()
-            self._steps.complete(self._attempt(self.worker.completed))
+            self.worker.relief.step(self._attempt_step)
+
+    def _attempt_step(self) -> None:
+        assert self._attempt is not None
+        self._steps.begin()
+        self._steps.complete(self._attempt(self.worker.completed))
 
     # ---- those who come later -------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ start: dead, until its loop has come to where the others are.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -159,7 +160,8 @@ class UserLoop:
         self.worker.close()
 
     def _again_after(self, work: Callable[[], Result]) -> Result:
-        return guarded(work, self._recover, blame=self._blame_newcomers)
+        step = partial(self.worker.relief.step, work)
+        return guarded(step, self._recover, blame=self._blame_newcomers)
 
     def _completed(self, work: Callable[[], object]) -> None:
         """Run ``work``, and again after every recovery, which is over once it has run."""

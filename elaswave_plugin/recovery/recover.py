@@ -21,11 +21,11 @@ def recover(worker: Worker, framework: Framework) -> None:
     The optimizer state follows while that step computes; `StateKeeper.complete` waits for it.
     A proposal that arrives at any point supersedes the attempt and starts it again: until the new
     layout is sealed, nothing that an attempt reads from is overwritten.
-    Raises SnapshotGapError, PlanDigestError, WeightsDifferError, JobStopped.
+    Raises SnapshotGapError, PlanDigestError, WeightsDifferError, TooLittleMemoryError, JobStopped.
     """
     worker.phases.fire("detect")
     worker.begin_recovery()
-    guarded(partial(_attempt, worker, framework), lambda: None)
+    guarded(partial(worker.relief.recovery, partial(_attempt, worker, framework)), lambda: None)
 
 
 def _attempt(worker: Worker, framework: Framework) -> None:

@@ -29,6 +29,7 @@ from elaswave_plugin.ipc.phase_clock import PhaseClock
 from elaswave_plugin.recovery.given_settings import check_given
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
+from elaswave_plugin.recovery.relief import Relief
 from elaswave_plugin.recovery.slow_workers import SlowWorkers, asked_last
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.stopwatch import Stopwatch
@@ -92,6 +93,7 @@ class Worker:
             is_followed=lambda: self.state.is_followed,
         )
         self.slow_workers = SlowWorkers(self)
+        self.relief = Relief(self)
         self._record = RecoveryRecord(slot=self.slot, events=self.events, phases=self.phases)
         self.state = StateKeeper(
             self.member, config=config, phases=self.phases, record=self._record
@@ -189,6 +191,7 @@ class Worker:
             slow_views=self.slow_workers.views,
             seal_interval=self.state.wanted_interval,
             cuts_wanted=self.member.cuts_wanted,
+            out_of_memory=self.relief.told,
             live=self.state.live,
         )
 
@@ -278,6 +281,7 @@ class Worker:
         relieves = self.config.slow_workers == "act" and not (asked and asked.takes_back)
         times = agreed({slot: told.times for slot, told in facts.items()})
         self.placement = self.placement.with_state(newest.placement)
+        self.placement = self.placement.within(self.relief.learn(facts, commit.view.ranks))
         for view in commit.path:
             if view.epoch > newest.placed_epoch:
                 told_slow = tuple(one for one in told_slow if one.slot in view.ranks)
@@ -347,7 +351,7 @@ class Worker:
             reason=commit.view.reason,
             ranks=self.ranks,
             shard_groups=self.placement.shard_groups,
-            dataflow=self.deal(**self.placement.dealt_over),
+            dataflow=self.relief.deal(),
             alignment=self.state.alignment,
             inventory=[one for one in commit.inventory if one not in unreadable],
             live={slot: told.live for slot, told in commit.facts.items()},

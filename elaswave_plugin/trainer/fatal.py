@@ -16,6 +16,7 @@ from elaswave_plugin.errors import (
     LayoutError,
     PlanDigestError,
     SnapshotGapError,
+    TooLittleMemoryError,
     WeightsDifferError,
 )
 from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION, SLOT
@@ -27,7 +28,7 @@ EXIT_FAILURE = 1
 # Errors that every worker meets alike.
 _OF_THE_JOB = (
     *(ConfigurationError, LayoutError, PlanDigestError, SnapshotGapError),
-    *(WeightsDifferError, CheckpointUnreadableError),
+    *(WeightsDifferError, CheckpointUnreadableError, TooLittleMemoryError),
 )
 
 # What tells an error of the script from one that a line of ours, left out, has caused.
@@ -44,7 +45,7 @@ def ends_in_a_sentence(
 ) -> Callable[Parameters, Result]:
     """Turn an ElasWaveError that leaves ``function`` into a sentence and the process's end.
 
-    What all workers see alike (bad input, lost state, a checkpoint that cannot be read) stops
+    What concerns all (bad input, lost state, a bad checkpoint, too little memory) stops
     the whole job, and its leader prints the reason once; anything else is the loss of this worker,
     and so is everything that ends one that comes later. Exit code 2 for bad input, 0 for a
     worker that has left as it was told to, 1 for the rest.

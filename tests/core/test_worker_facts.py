@@ -8,6 +8,7 @@ import pytest
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 from elaswave_plugin.core.layout.worker_facts import (
+    OutOfMemory,
     Payload,
     SlowReport,
     WorkerFacts,
@@ -33,6 +34,7 @@ ALL = WorkerFacts(
     slow_views=(2, 40, True),
     seal_interval=4,
     cuts_wanted=(0, 1, 4),
+    out_of_memory=OutOfMemory(1.25, 2, "2.00 GiB wanted"),
     told_to_leave=True,
     run_id="r",
     launch_id="l",

@@ -17,7 +17,7 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_shares,
     check_stages,
 )
-from elaswave_plugin.adapters.deepspeed_settings import REMOVED
+from elaswave_plugin.adapters.deepspeed_settings import REMOVED, problems
 from elaswave_plugin.errors import ConfigurationError
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
@@ -277,3 +277,9 @@ def test_a_limit_that_the_supervisors_were_not_told_is_refused(
     monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "9.0")
     settings = elastic_config(config)
     assert settings is not None and settings.quiesce_timeout_s == 9
+
+
+def test_a_limit_in_bytes_is_for_megatron_core() -> None:
+    (found,) = problems({"elaswave": {"memory_limit_gib": 3.0}})
+    assert found.startswith("elaswave.memory_limit_gib is 3.0, ")
+    assert not [*problems({"elaswave": {}})]

@@ -1,5 +1,6 @@
 """The memory of a sample is measured in the running job, and no plan exceeds the limit."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -55,3 +56,18 @@ def test_a_limit_below_the_launch_is_refused(run: Launch) -> None:
     refused = run(JobSpec(options=(*PP2.options, "--elaswave-memory-limit-gib=0.001")))
     assert refused.returncode == 2
     assert "memory_limit_gib is 0.001, and weights, gradients and optimizer" in refused.output
+
+
+@proves(Kind.KILL, Promise.STOPS, victim="2", moment="3:backward")
+def test_a_loss_whose_state_would_not_fit_is_not_taken_on(run: Launch) -> None:
+    """Each of two workers would keep 12 bytes an element, of three 10.7."""
+    spec = JobSpec(nproc=3, global_batch=6)
+    small = run(replace(spec, options=("--elaswave-memory-limit-gib=0.0001",)))
+    assert small.returncode == 2
+    (needed,) = re.findall(r"state of a worker take (\S+) GiB at launch", small.output)
+    limit = f"--elaswave-memory-limit-gib={float(needed) * 1.06}"
+    ended = run(replace(spec, options=(limit,), kills=("2@3:backward",)))
+    assert ended.returncode == 1 and not ended.orphans, ended.output[-3000:]
+    says = "weights, gradients and optimizer state of each of 2 workers take"
+    assert ended.output.count(says) == 1 and "Traceback" not in ended.output
+    assert [view["ranks"] for view in ended.events("view_committed")] == [[0, 1, 2], [0, 1]]

@@ -32,7 +32,7 @@ from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_s
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.core.step.dataflow import Dataflow, Shares
-from elaswave_plugin.errors import ConfigurationError, EpochChanged
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import digest_of
 from elaswave_plugin.tracking.state_dump import NamedPiece
@@ -346,11 +346,11 @@ class MegatronFramework:
 
     @contextmanager
     def modes_kept(self) -> Iterator[None]:
-        """Put every module back into its mode (train, eval) if a recovery interrupts the block."""
+        """Put every module back into its mode (train, eval) if the block is left before its end."""
         modes = [(module, module.training) for module in self._modules]
         try:
             yield
-        except EpochChanged:
+        except BaseException:
             for module, training in modes:
                 module.training = training
             raise

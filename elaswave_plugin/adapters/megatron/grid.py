@@ -131,7 +131,7 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
         find_tied_weight(framework.chunks),
         framework.parameter_groups,
         why_whole_backward(framework.chunks),
-        _element_bytes(framework.chunks[0]),
+        element_bytes(framework.chunks[0]),
         _device_bytes(framework.chunks[0]),
         frozen_names(framework.chunks),
         framework.why_layers_stay(),
@@ -166,7 +166,7 @@ def _job_constants(told: Stage) -> Stage:
     )
 
 
-def _element_bytes(chunk: DistributedDataParallel) -> tuple[int, int, int]:
+def element_bytes(chunk: DistributedDataParallel) -> tuple[int, int, int]:
     """Of weights and gradients on every worker, and of the optimizer state that they share.
 
     Adam has two moments in float32, and masters where weights are kept in fewer bits.
@@ -188,20 +188,34 @@ def _device_bytes(chunk: DistributedDataParallel) -> int:
 def _state(
     config: ElasticConfig, stages: Sequence[Stage], units: dict[int, int], layout: ParallelLayout
 ) -> StateBytes:
-    """Build a plan's byte counts; raises ConfigurationError for a limit below the launch's need."""
-    weight_bytes, gradient_bytes, optimizer_bytes = stages[0].element_bytes
-    limit_bytes: float = stages[0].device_bytes or float("inf")
+    return state_bytes(
+        config,
+        units,
+        element_bytes=stages[0].element_bytes,
+        largest=max(sum(one.units.values()) for one in stages),
+        width=layout.dp,
+        device_bytes=stages[0].device_bytes,
+    )
+
+
+def state_bytes(
+    config: ElasticConfig,
+    units: dict[int, int],
+    *,
+    element_bytes: tuple[int, int, int],
+    largest: int,
+    width: int,
+    device_bytes: int = 0,
+) -> StateBytes:
+    """Build a plan's byte counts; raises ConfigurationError for a limit below the launch's need.
+
+    ``largest``: elements of the worker that has most; ``width``: workers at launch that have them.
+    """
+    weight_bytes, gradient_bytes, optimizer_bytes = element_bytes
+    limit_bytes: float = device_bytes or float("inf")
     if config.memory_limit_gib is not None:
         limit_bytes = config.memory_limit_gib * 2**30
-        each = weight_bytes + gradient_bytes + optimizer_bytes / layout.dp
-        needed = each * max(sum(one.units.values()) for one in stages)
-        if needed > limit_bytes:
-            raise ConfigurationError(
-                f"memory_limit_gib is {config.memory_limit_gib:.3g}, and weights, gradients and"
-                f" optimizer state of a worker take {needed / 2**30:.3g} GiB at launch; wanted"
-                " more than that, or leave it out"
-            )
-    return StateBytes(
+    state = StateBytes(
         units=units,
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
@@ -209,6 +223,14 @@ def _state(
         limit_bytes=limit_bytes,
         is_estimate=config.memory_limit_gib is None,
     )
+    needed = state.held_bytes(largest, width=width)
+    if config.memory_limit_gib is not None and needed > limit_bytes:
+        raise ConfigurationError(
+            f"memory_limit_gib is {config.memory_limit_gib:.3g}, and weights, gradients and"
+            f" optimizer state of a worker take {needed / 2**30:.3g} GiB at launch; wanted"
+            " more than that, or leave it out"
+        )
+    return state
 
 
 def _check_layers(chunks: Sequence[DistributedDataParallel], layout: ParallelLayout) -> None:

@@ -13,7 +13,7 @@ from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.first_step import FirstStep
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.grid import Grid
+from elaswave_plugin.adapters.megatron.grid import Grid, element_bytes, state_bytes
 from elaswave_plugin.adapters.megatron.step import executor
 from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.step.data import in_order
@@ -23,9 +23,10 @@ from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
+from elaswave_plugin.core.planner.memory import deal_within
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement
-from elaswave_plugin.core.step.dataflow import Dataflow, Samples, deal
+from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 
@@ -75,7 +76,15 @@ class Microbatches:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         if (tp, parallel_state.get_pipeline_model_parallel_world_size()) == (1, 1):
             worker.config.check_without_stages()
-            dealt = partial(deal, num_microbatches=num_microbatches)
+            lengths = models.bucket_lengths()
+            state = state_bytes(
+                worker.config,
+                dict(enumerate(lengths)),
+                element_bytes=element_bytes(models.chunks[0]),
+                largest=sum(lengths),
+                width=len(worker.launch_slots),
+            )
+            dealt = partial(deal_within, state, num_microbatches=num_microbatches)
             worker.bind(models, deal=dealt, whole=whole_replicas)
         else:
             (model,) = models.models

@@ -33,6 +33,7 @@ from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
 from elaswave_plugin.config import ElasticConfig, from_namespace
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.ipc.environment import read_reserve
+from elaswave_plugin.recovery.relief import words_of
 
 Native = Callable[..., Any]
 
@@ -340,11 +341,11 @@ class Hooks:
             self.piece(dist.barrier)(group=group)
 
     def leave_detector(self, native: Native) -> Native:
-        """An interrupted step is no error to be shown."""
+        """An interrupted step, and one that may be redone with less, is no error to be shown."""
 
         @wraps(native)
         def exit_detector(detector: Any, ex_type: Any, ex_val: Any, ex_tb: Any) -> Any:
-            if ex_type is EpochChanged:
+            if ex_type is EpochChanged or (ex_val is not None and words_of(ex_val)):
                 ex_type = ex_val = ex_tb = None
             return native(detector, ex_type, ex_val, ex_tb)
 

@@ -25,6 +25,19 @@ class SlowReport:
     steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """One worker's report that it ran out of memory, as ``words`` say.
+
+    It may have ``most`` times its share of the launch (in a pipeline: what the first stage held),
+    in views of at most ``width`` workers.
+    """
+
+    most: float
+    width: int
+    words: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
     """One worker's facts, once it has stopped; what is empty it has not, or does not know yet.
@@ -35,9 +48,9 @@ class WorkerFacts:
     damaged. For the deal: ``placement`` as `Placement.state` in the view of ``placed_epoch``;
     ``times``: as `PassTimes.medians`; ``slow``: as `SlowWatch.reports`;
     ``slow_views``: as `Payback.asked`; ``cuts_wanted``: layers that it was asked for;
-    ``seal_interval``: steps from one seal to the next that it wants; ``told_to_leave``: it is to
-    go. At the launch: the ``run_id`` and ``launch_id`` that it proposes, and the settings that it
-    was ``given``.
+    ``seal_interval``: steps from one seal to the next that it wants; ``out_of_memory``: that it may
+    not have more; ``told_to_leave``: it is to go. At the launch: the ``run_id`` and ``launch_id``
+    that it proposes, and the settings that it was ``given``.
     """
 
     address: str
@@ -52,6 +65,7 @@ class WorkerFacts:
     slow_views: tuple[int, int, bool] | None = None
     seal_interval: int = 1
     cuts_wanted: tuple[int, ...] | None = None
+    out_of_memory: OutOfMemory | None = None
     told_to_leave: bool = False
     run_id: str = ""
     launch_id: str = ""

@@ -1,10 +1,11 @@
 """The bytes that a worker keeps of each part of the model, and the memory it has for a plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.core.step.dataflow import Dataflow, deal
+from elaswave_plugin.errors import ConfigurationError, TooLittleMemoryError
 
 Planned = TypeVar("Planned")
 
@@ -41,11 +42,31 @@ class StateBytes:
             f" {self.left_out_bytes / 2**30:.3g} GiB that the devices seem to have",
         )
 
+    def held_bytes(self, num_elements: int, *, width: int) -> float:
+        """Return what a worker keeps of these elements, if ``width`` workers have the same ones."""
+        each = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes / width
+        return num_elements * each
+
     def elements(self, num_layers: int) -> list[int]:
         """Count the elements in front of the layers, of each layer, and behind the layers."""
         front = sum(length for unit, length in self.units.items() if unit < 1)
         tail = sum(length for unit, length in self.units.items() if unit > num_layers)
         return [front, *(self.units.get(number + 1, 0) for number in range(num_layers)), tail]
+
+
+def deal_within(state: StateBytes, *, live: Sequence[int], **more: Any) -> Dataflow:
+    """`deal` in a data-parallel job; raises TooLittleMemoryError for workers too few for its state.
+
+    Micro-batches are run one after the other: what each of them takes is alike in all deals.
+    """
+    needed = state.held_bytes(sum(state.units.values()), width=len(live))
+    if needed > state.limit_bytes:
+        raise TooLittleMemoryError(
+            f"weights, gradients and optimizer state of each of {len(live)} workers take"
+            f" {needed / 2**30:.3g} GiB, and memory_limit_gib is {state.limit_bytes / 2**30:.3g};"
+            " restart from the last checkpoint with more workers, or raise the limit"
+        )
+    return deal(live=live, **more)
 
 
 def within_memory(

@@ -57,8 +57,9 @@ class ShardGroup:
         return f"stage {self.stage} tp {self.tp}: {' '.join(f'w{slot}' for slot in self.ranks)}"
 
 
-# The same workers, with the layers of each stage chosen for their present number and slowness.
-Partition = Callable[[ParallelLayout, LayerTimes, Slowness], ParallelLayout]
+# (layout, times, slow): the same workers, with the layers of each stage chosen for their number,
+# `LayerTimes` and `Slowness`; activation_room, where it is less than the job's.
+Partition = Callable[..., ParallelLayout]
 
 
 class Placement(Protocol):
@@ -94,6 +95,12 @@ class Placement(Protocol):
     def with_state(self, state: Mapping[str, Any]) -> Placement:
         """Return the placement that `state` described."""
 
+    def within(self, most: Mapping[int, float]) -> Placement:
+        """The same, where single workers, by slot, may have at ``most`` so much.
+
+        As `OutOfMemory` says; LayoutError where no deal of the work makes one need less memory.
+        """
+
     def described(self) -> dict[str, Any] | None:
         """The layout, and why layers and workers stay, as JSON; None where there are no stages."""
 
@@ -111,7 +118,7 @@ class Placement(Protocol):
 class FlatPlacement:
     """A data-parallel job: all ``ranks`` in one shard group; ``launch_slots``: those of the launch.
 
-    ``whole``: a worker runs replicas as wholes; see `deal`.
+    ``whole``: a worker runs replicas as wholes; see `deal`. ``most``: as `within` says.
     """
 
     launch_slots: tuple[int, ...]
@@ -119,6 +126,7 @@ class FlatPlacement:
     buckets: tuple[int, ...] = ()
     slow: Slowness = field(default_factory=dict)
     whole: bool = False
+    most: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def shard_groups(self) -> tuple[ShardGroup, ...]:
@@ -135,6 +143,7 @@ class FlatPlacement:
     def dealt_over(self) -> dict[str, Any]:
         """Slots at launch, live ones, and the slow ones of these."""
         over = {"launch_slots": self.launch_slots, "live": self.ranks, "slow": self.slow}
+        over |= {"most": self.most} if self.most else {}
         return over | {"whole": True} if self.whole else over
 
     def shard_group_of(self, slot: int) -> ShardGroup | None:
@@ -158,6 +167,10 @@ class FlatPlacement:
     def with_state(self, state: Mapping[str, Any]) -> FlatPlacement:
         """The same, with what was told."""
         return replace(self, slow=_slow_of(state), whole=state.get("whole", False))
+
+    def within(self, most: Mapping[int, float]) -> FlatPlacement:
+        """The same, where single workers may have at ``most`` so much."""
+        return replace(self, most=most)
 
     def described(self) -> None:
         """There are no stages."""
@@ -192,7 +205,8 @@ class GridPlacement:
     what follows them above. ``partition``: chooses layers and workers of each stage after a change;
     None: they stay. ``why_workers_stay``: why none can change stage even where one is empty;
     ``why_layers_stay``: why not even layers can, also on request.
-    ``times``: what layers took when this was planned; ``slow``: the slow workers then.
+    ``times``: what layers took when this was planned; ``slow``: the slow workers then;
+    ``room``: what each worker may hold, where one of them ran out of memory.
     """
 
     layout: ParallelLayout
@@ -204,6 +218,7 @@ class GridPlacement:
     why_layers_stay: str | None = None
     times: LayerTimes = field(default_factory=LayerTimes)
     slow: Slowness = field(default_factory=dict)
+    room: float | None = None
 
     @classmethod
     def at_launch(
@@ -258,7 +273,11 @@ class GridPlacement:
     @property
     def dealt_over(self) -> dict[str, Any]:
         """The layout, the times of its layers, and the slow workers."""
-        return {"layout": self.layout, "times": self.times, "slow": self.slow}
+        return {"layout": self.layout, "times": self.times, "slow": self.slow, **self._limit}
+
+    @property
+    def _limit(self) -> dict[str, float]:
+        return {} if self.room is None else {"activation_room": self.room}
 
     def coordinate(self, slot: int) -> Coordinate | None:
         """The place of a worker; None for a free one."""
@@ -301,7 +320,7 @@ class GridPlacement:
             # A view that renews links, or that somebody's wish asked for: nothing else moves.
             return replace(self, times=times)
         if self.partition:
-            layout = self.partition(layout, times, slow)
+            layout = self.partition(layout, times, slow, **self._limit)
         return replace(self, layout=layout, times=times, slow=slow)
 
     def _with_members(self, ranks: Sequence[int]) -> ParallelLayout:
@@ -321,6 +340,10 @@ class GridPlacement:
             self._check_staff(layout)
             layout = layout.staffed()
         return layout
+
+    def within(self, most: Mapping[int, float]) -> GridPlacement:
+        """The same, where each worker may hold what the one that may hold least does."""
+        return replace(self, room=min(most.values(), default=None))
 
     def described(self) -> dict[str, Any]:
         """The places of all workers."""

@@ -159,6 +159,12 @@ class ReplicaPlacement:
         """Return the same."""
         return self
 
+    def within(self, most: Mapping[int, float]) -> ReplicaPlacement:
+        """Return the same; LayoutError for any limit."""
+        if most:
+            raise LayoutError("a pipeline with fewer of DeepSpeed's micro-batches holds as many")
+        return self
+
     def described(self) -> dict[str, Any]:
         """Return the places of all workers; a stage counts as one layer."""
         stage_of = {slot: stage for stage, slots in enumerate(self.stages) for slot in slots}

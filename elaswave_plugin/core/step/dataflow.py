@@ -16,6 +16,8 @@ w0: 0 4 1 5 | w2: 2 6 | w3: 3 7
 >>> shares = share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2))
 >>> print(shares, shares.weight(0))
 w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
+>>> print(share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2), most={0: 1.0}))
+w0: [0, 2) | w2: [2, 5) | w3: [5, 8)
 >>> for one in crossings([[(0, 3)], [(3, 6)]], [[(0, 6)]]):
 ...     print(one)
 [0, 3) from 0 to 0
@@ -24,6 +26,7 @@ w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple, TypeVar
 
 from elaswave_plugin.core.step.fair_shares import fair_counts
@@ -34,6 +37,7 @@ from elaswave_plugin.core.step.sum_order import (
     fold_order,
     replica_microbatches,
 )
+from elaswave_plugin.errors import ConfigurationError
 
 Work = TypeVar("Work")
 # The factor by which a micro-batch takes longer, by slot; slow ones only.
@@ -242,22 +246,31 @@ def share(
     launch_slots: Sequence[int],
     live: Sequence[int],
     slow: Slowness | None = None,
+    most: Mapping[int, float] | None = None,
 ) -> Shares:
     """Share the ``num_samples`` of an iteration over the ``live`` slots, in slot order.
 
-    Evenly, except for slow ones. Raises ValueError when no worker lives or a replica of the launch
-    would have no sample.
+    Evenly, except for slow ones, and those that may have at ``most`` this multiple of their share
+    of the launch. Raises ValueError when no worker lives or a replica of the launch would have no
+    sample, ConfigurationError where all together may not have that many.
     """
     if not live:
         raise ValueError("no live worker to run the step")
     if num_samples < len(launch_slots):
         raise ValueError(f"{num_samples} samples for {len(launch_slots)} replicas")
-    sizes = fair_counts(num_samples, _seconds(sorted(live), slow))
+    whole, slots = num_samples / len(launch_slots), sorted(live)
+    # Of a smaller iteration no fewer together, and no more each.
+    room = [ceil((most or {}).get(slot, len(launch_slots)) * whole - 1e-9) for slot in slots]
+    if sum(room) < num_samples:
+        raise ConfigurationError(
+            f"an iteration has {num_samples} samples, and the {len(slots)} workers that are left"
+            f" have memory for {sum(room)}"
+        )
+    sizes = fair_counts(num_samples, _seconds(slots, slow), room)
     return Shares(
         num_samples=num_samples,
         intervals=tuple(
-            (slot, sum(sizes[:order]), sum(sizes[: order + 1]))
-            for order, slot in enumerate(sorted(live))
+            (slot, sum(sizes[:order]), sum(sizes[: order + 1])) for order, slot in enumerate(slots)
         ),
     )
 

@@ -7,6 +7,8 @@ worker gets a piece: a worker with nothing to do shows no pace, and would count 
 [4, 4]
 >>> fair_counts(8, [1.0, 3.0])
 [6, 2]
+>>> fair_counts(8, [1.0, 1.0, 1.0], most=[2, 8, 8])
+[2, 3, 3]
 >>> slowest_seconds(8, [1.0, 3.0]), round(fair_width([1.0, 3.0]), 2)
 (6.0, 1.33)
 """
@@ -16,10 +18,13 @@ from heapq import heapify, heappop, heappush
 
 
 class FairDeal:
-    """A deal of pieces one by one; ``slowness``: seconds of a piece by worker, 1 is usual."""
+    """A deal of pieces one by one; ``slowness``: seconds of a piece by worker, 1 is usual.
 
-    def __init__(self, slowness: Sequence[float]) -> None:
-        self._slowness = slowness
+    ``most``: pieces that each may have, from 1 on.
+    """
+
+    def __init__(self, slowness: Sequence[float], most: Sequence[int] = ()) -> None:
+        self._slowness, self._most = slowness, most
         # Workers without any piece come first; then by the time of completion, then by index.
         self._next = [(False, seconds, index, 1) for index, seconds in enumerate(slowness)]
         heapify(self._next)
@@ -27,13 +32,17 @@ class FairDeal:
     def take(self) -> int:
         """Give the next piece to a worker; return its position."""
         _, _, index, count = heappop(self._next)
-        heappush(self._next, (True, (count + 1) * self._slowness[index], index, count + 1))
+        if not self._most or count < self._most[index]:
+            heappush(self._next, (True, (count + 1) * self._slowness[index], index, count + 1))
         return index
 
 
-def fair_counts(total: int, slowness: Sequence[float]) -> list[int]:
-    """Return the number of ``total`` pieces that each worker gets."""
-    deal, counts = FairDeal(slowness), [0] * len(slowness)
+def fair_counts(total: int, slowness: Sequence[float], most: Sequence[int] = ()) -> list[int]:
+    """Return the number of ``total`` pieces that each worker gets.
+
+    ``most``: what each may have; all of them together at least ``total``.
+    """
+    deal, counts = FairDeal(slowness, most), [0] * len(slowness)
     for _ in range(total):
         counts[deal.take()] += 1
     return counts

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.core.timers import Timers
 
 from elaswave_plugin.adapters.closure import globals_of, nonlocals_of
-from elaswave_plugin.errors import EpochChanged
 
 
 @contextmanager
@@ -22,7 +21,7 @@ def stopped_where_interrupted(function: Callable[..., Any]) -> Iterator[None]:
     running = {name for name, timer in timers if timer._started}
     try:
         yield
-    except EpochChanged:
+    except BaseException:
         for one in _timers_of(function):
             for name, timer in one._timers.items():
                 timer._started = timer._started and name in running
