@@ -18,6 +18,8 @@ from elaswave_plugin.errors import ConfigurationError
 
 BODY_OFFSET = 1 << 16
 """The offset of the body in bytes; room for the record of some ten thousand workers."""
+BUFFERS = 2
+"""The memories of a worker, into which it seals in turn."""
 
 _HEAD = struct.Struct("<II")
 

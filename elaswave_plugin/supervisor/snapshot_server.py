@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import stat
@@ -10,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from queue import SimpleQueue
 
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
@@ -18,7 +18,7 @@ from elaswave_plugin.ipc.handshake import HandshakeError, Kind, admit, is_same_u
 from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.requests import Answer
 from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, BUFFERS
 from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import (
     Frame,
@@ -38,8 +38,6 @@ COPY_AGAIN_S = 0.2
 _REQUEST_BYTES = 1 << 20
 TELL_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 20
-# A worker seals into two buffers in turn.
-_BUFFERS = 2
 
 
 class SnapshotServer:
@@ -158,11 +156,11 @@ class SnapshotServer:
     def _hold(self, sock: socket.socket, request: Frame) -> None:
         owner = int(request["owner"])
         sock.settimeout(STALL_S)
-        _, fds, _, _ = socket.recv_fds(sock, 1, _BUFFERS)
-        if len(fds) != _BUFFERS or not all(stat.S_ISREG(os.fstat(fd).st_mode) for fd in fds):
+        _, fds, _, _ = socket.recv_fds(sock, 1, BUFFERS)
+        if len(fds) != BUFFERS or not all(stat.S_ISREG(os.fstat(fd).st_mode) for fd in fds):
             for fd in fds:
                 os.close(fd)
-            raise UnreadableMessageError(f"{len(fds)} descriptors, wanted {_BUFFERS} of memory")
+            raise UnreadableMessageError(f"{len(fds)} descriptors, wanted {BUFFERS} of memory")
         for fd in fds:
             os.set_inheritable(fd, False)
         self._store.hold(owner, fds)
@@ -170,27 +168,16 @@ class SnapshotServer:
 
     def _take_copy(self, sock: socket.socket, request: Frame) -> None:
         record: SealedShard = from_json(SealedShard, request["record"])
-        length = record.length
-        fd = os.memfd_create(f"elaswave-copy-of-{record.owner}", os.MFD_CLOEXEC)
+        body = self._store.begin_copy(record, partial(sock.shutdown, socket.SHUT_RDWR))
+        whole = False
         try:
-            os.ftruncate(fd, BODY_OFFSET + length)
-            # Not closed by hand: where the peer breaks off, the error still refers to it.
-            memory = memoryview(mmap.mmap(fd, BODY_OFFSET + length))[BODY_OFFSET:]
-            # Before the bytes come: memory for a third copy of a worker is not reckoned with.
-            if not self._store.make_room(record):
-                raise ConnectionAbortedError(f"worker {record.owner} sealed in a newer view")
-            for start in range(0, length, _PIECE_BYTES):
-                piece = memory[start : start + _PIECE_BYTES]
+            for start in range(0, len(body), _PIECE_BYTES):
+                piece = body[start : start + _PIECE_BYTES]
                 receive_into(sock, piece, time.monotonic() + STALL_S)
-            still_sealed = receive_frame(sock, STALL_S)["sealed"]
-        except BaseException:
-            os.close(fd)
-            raise
-        if still_sealed:
-            self._store.add_copy(record, fd)
-        else:
-            os.close(fd)
-        send_frame(sock, {"t": "copied", "held": still_sealed})
+            whole = bool(receive_frame(sock, STALL_S)["sealed"])
+        finally:
+            self._store.end_copy(record, whole=whole)
+        send_frame(sock, {"t": "copied", "held": whole})
 
 
 class SnapshotCopier:

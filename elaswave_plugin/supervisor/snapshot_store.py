@@ -1,17 +1,19 @@
 """The snapshot memory of one supervisor: its trainer's two buffers, and what it holds for others.
 
-What a memory holds is written in the memory (`ipc/snapshot_record.py`): sealing needs no message.
+What a worker of this node has sealed is written in its memory (`ipc/snapshot_record.py`), so a
+seal needs no message; copies of others are in `held_copies.py`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.snapshot_record import pack_record, read_record
+from elaswave_plugin.ipc.snapshot_record import read_record
+from elaswave_plugin.supervisor.held_copies import HeldCopies
 
 
 class SnapshotStore:
@@ -20,9 +22,9 @@ class SnapshotStore:
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.fds = (_new_memory(f"elaswave-{slot}-0"), _new_memory(f"elaswave-{slot}-1"))
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._held: dict[int, tuple[int, ...]] = {}
-        self._copies: dict[tuple[int, int], int] = {}
+        self._copies = HeldCopies(self._lock)
 
     def newest_step(self) -> int:
         """The step of the newest own snapshot; -1 where nothing was sealed yet."""
@@ -43,36 +45,23 @@ class SnapshotStore:
                 os.close(fd)
             self._held[owner] = tuple(fds)
 
-    def make_room(self, record: SealedShard) -> bool:
-        """Drop the copy in whose place a newer one is about to come; false where it is none.
+    def begin_copy(self, record: SealedShard, stop: Callable[[], None]) -> memoryview:
+        """Return the bytes to be filled with a copy, as `HeldCopies.begin` does.
 
-        Its owner may have been given up, and another worker have sealed in its slot since.
+        Raises ConnectionAbortedError also where its owner may have been given up: another worker
+        has sealed in its slot since.
         """
         with self._lock:
-            known = [one for _, one, copy in self._sealed() if copy and one.owner == record.owner]
-            if any(one.epoch > record.epoch for one in known):
-                return False
-            fd = self._copies.pop((record.owner, record.buffer), None)
-            if fd is not None:
-                os.close(fd)
-        return True
+            if any(
+                copy and one.owner == record.owner and one.epoch > record.epoch
+                for _, one, copy in self._sealed()
+            ):
+                raise ConnectionAbortedError(f"worker {record.owner} sealed in a newer view")
+            return self._copies.begin(record, stop)
 
-    def add_copy(self, record: SealedShard, fd: int) -> None:
-        """Take over the memory `fd`, whose body holds all of the record's bytes, and seal it.
-
-        A record that is older than the one here comes from a connection that was given up.
-        """
-        os.pwrite(fd, pack_record(record), 0)
-        key = record.owner, record.buffer
-        with self._lock:
-            old = self._copies.get(key)
-            there = None if old is None else read_record(old)
-            if there is not None and record.age < there.age:
-                os.close(fd)
-                return
-            self._copies[key] = fd
-            if old is not None:
-                os.close(old)
+    def end_copy(self, record: SealedShard, *, whole: bool) -> None:
+        """A copy that has begun is whole, or is given up."""
+        self._copies.end(record, whole=whole)
 
     def release(self, epoch: int) -> None:
         """Let go of what was sealed before `epoch` by others: it will not be asked for any more."""
@@ -82,10 +71,7 @@ class SnapshotStore:
                     del self._held[owner]
                     for fd in fds:
                         os.close(fd)
-            for key, fd in list(self._copies.items()):
-                if _is_older(fd, epoch):
-                    del self._copies[key]
-                    os.close(fd)
+            self._copies.release(epoch)
 
     def inventory(self, address: str) -> list[SealedShard]:
         """Every sealed record here, with its holder and where to fetch it."""
@@ -110,20 +96,21 @@ class SnapshotStore:
         """Give all memory back."""
         with self._lock:
             held = [fd for fds in self._held.values() for fd in fds]
-            for fd in [*self.fds, *held, *self._copies.values()]:
+            for fd in [*self.fds, *held]:
                 os.close(fd)
             self._held.clear()
-            self._copies.clear()
+            self._copies.close()
 
     def _sealed(self) -> Iterator[tuple[int, SealedShard, bool]]:
         """(descriptor, record, whether it is another worker's) of every sealed memory."""
         memories = [(fd, False) for fd in self.fds]
         memories += [(fd, True) for _, fds in sorted(self._held.items()) for fd in fds]
-        memories += [(fd, True) for _, fd in sorted(self._copies.items())]
         for fd, other in memories:
             record = read_record(fd)
             if record is not None:
                 yield fd, record, other
+        for fd, record in self._copies.whole():
+            yield fd, record, True
 
 
 def _is_older(fd: int, epoch: int) -> bool:
