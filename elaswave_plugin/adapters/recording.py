@@ -39,12 +39,14 @@ class Recording:
         """The job begins: say once what the snapshots cost and do not cover."""
         worker = self._worker
         if worker.owns_rank_0 and worker.config.snapshots:
-            mib = worker.state.snapshot_bytes / 2**20
+            memory = worker.state.memory
+            now, most = memory.in_use / 2**20, memory.at_most / 2**20
             one_node = len(worker.view.nodes) > len(set(worker.view.nodes)) == 1
             where = "; all copies are on one node: losing it ends the job" if one_node else ""
             # In one piece: print() writes the end of a line apart, and supervisors write as well.
             sys.stderr.write(
-                f"elaswave: snapshots use {mib:.1f} MiB of shared memory per worker{where}\n"
+                f"elaswave: snapshots use {now:.1f} MiB of shared memory per worker, at most"
+                f" {most:.1f} MiB of host memory through the loss of one{where}\n"
             )
         worker.events.emit(
             "attached",

@@ -17,13 +17,16 @@ from elaswave_plugin.framework import Framework
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.seal_interval import SealInterval
+from elaswave_plugin.recovery.snapshot_memory import (
+    CAPSULE_ROOM_BYTES,
+    SnapshotMemory,
+    payload_of,
+)
 from elaswave_plugin.snapshot.deferred import DeferredMoments
 from elaswave_plugin.snapshot.free_memory import available_bytes
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 from elaswave_plugin.trainer.member import Member
 
-# Room for the step capsule (schedulers, scalers, counters) in a buffer.
-CAPSULE_ROOM_BYTES = 1 << 20
 SEAL = "snapshot"
 # A smaller shard is sealed before a thread would have begun.
 BESIDE_BYTES = 4 << 20
@@ -59,25 +62,28 @@ class StateKeeper:
         # Whether model and optimizer were about to change since the last seal.
         self.is_updated = False
 
-    def open(
-        self, view: MembershipView, placement: Placement, *, alignment: int, local_workers: int
-    ) -> None:
+    def open(self, view: MembershipView, placement: Placement, *, alignment: int) -> None:
         """Map the snapshot memory; shards are whole multiples of ``alignment`` elements.
 
-        ``local_workers`` share the memory of this machine. Raises ConfigurationError where it is
-        too small.
+        Raises ConfigurationError where the machine, or this process, has too little of it.
         """
         self.alignment = alignment
         self.begin_epoch(view, placement)
-        if self._config.snapshots:
-            whole = self._cut(placement.largest, 1).payload_bytes
-            self.pool = SnapshotPool(
-                self._member.snapshot_fds,
-                slot=self._member.slot,
-                capacity_bytes=capacity_of(whole + CAPSULE_ROOM_BYTES),
-                needed_bytes=local_workers * self.snapshot_bytes,
-                available_bytes=available_bytes(),
-            )
+        if not self._config.snapshots:
+            return
+        copies, slot = self._config.snapshot_copies, self._member.slot
+        self.memory = SnapshotMemory(view, placement, copies=copies, alignment=alignment)
+        """What the workers of this view take."""
+        whole = ShardCut(buckets=placement.largest, width=1, alignment=alignment)
+        group = self._shard_group
+        self.pool = SnapshotPool(
+            self._member.snapshot_fds,
+            slot=slot,
+            capacity_bytes=capacity_of(whole.payload_bytes + CAPSULE_ROOM_BYTES),
+            needed_bytes=self.memory.needed(self.memory.node_of(slot)),
+            available_bytes=available_bytes(),
+            body_bytes=0 if group is None else payload_of(group, alignment),
+        )
 
     def begin_epoch(self, view: MembershipView, placement: Placement) -> None:
         """From now on the state is cut and held as this view has it."""
@@ -89,21 +95,6 @@ class StateKeeper:
         self.is_updated = False
 
     # ---- sealed, and held by others -------------------------------------------------------------
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Shared memory a worker: two buffers of its shard, and as much for each copy it holds.
-
-        What is held for a worker of the same node is that worker's own memory.
-        """
-        shard_group = self._shard_group
-        shard = (
-            0
-            if shard_group is None
-            else self._cut(shard_group.buckets, len(shard_group.ranks)).payload_bytes
-        )
-        elsewhere = sum(not self._is_local(target) for target in self._copy_targets())
-        return 2 * shard * (1 + elsewhere)
 
     def _copy_targets(self) -> tuple[int, ...]:
         return copy_targets(
@@ -117,9 +108,6 @@ class StateKeeper:
     def _is_local(self, slot: int) -> bool:
         node = dict(zip(self._view.ranks, self._view.nodes, strict=True))
         return node[slot] == node[self._member.slot]
-
-    def _cut(self, buckets: tuple[int, ...], width: int) -> ShardCut:
-        return ShardCut(buckets=buckets, width=width, alignment=self.alignment)
 
     def seal_initial(self, framework: Framework, step: int) -> None:
         """Seal the state before the first step, once."""

@@ -63,7 +63,6 @@ class Worker:
         """
         self.config = config
         self.member = Member.from_environment(environ)
-        self.local_workers = int(environ.get("LOCAL_WORLD_SIZE", "1"))
         self.slot = self.member.slot
         self.reserve = read_reserve(environ)
         """So many workers may join beyond those of the launch."""
@@ -327,12 +326,7 @@ class Worker:
         # Of batches with fewer micro-batches than a view is planned for.
         self._smaller: dict[int, Flow] = {}
         self._describe_layout()
-        self.state.open(
-            self.view,
-            self.placement,
-            alignment=framework.shard_alignment,
-            local_workers=self.local_workers,
-        )
+        self.state.open(self.view, self.placement, alignment=framework.shard_alignment)
 
     def _describe_layout(self) -> None:
         layout = self.placement.described()

@@ -8,6 +8,7 @@ chunks that it used, wherever the bytes came from.
 
 import mmap
 import os
+import resource
 import struct
 from collections.abc import Callable, Iterable, Sequence
 
@@ -35,8 +36,16 @@ def num_chunks(length: int) -> int:
 
 def capacity_of(body_bytes: int) -> int:
     """Bytes of a buffer for a record, a body and its table, in whole pages."""
-    used_bytes = BODY_OFFSET + body_bytes + _ENTRY.size * num_chunks(body_bytes)
-    return -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _pages(BODY_OFFSET + body_bytes + _ENTRY.size * num_chunks(body_bytes))
+
+
+def taken_of(body_bytes: int) -> int:
+    """Bytes of memory that such a buffer takes: most of the room of its record is never touched."""
+    return capacity_of(body_bytes) - BODY_OFFSET + mmap.PAGESIZE
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class _Table:
@@ -71,28 +80,42 @@ class SnapshotPool:
         capacity_bytes: int,
         needed_bytes: int,
         available_bytes: int,
+        body_bytes: int = 0,
     ) -> None:
         """Map ``fds`` (anonymous shared memory made by the supervisor) at ``capacity_bytes`` each.
 
-        The memory is taken as it is used. ``needed_bytes`` is what all snapshots of this node will
-        use; raises ConfigurationError when ``available_bytes`` are fewer. A replacement finds the
+        Memory for ``body_bytes`` of each is taken here, more of it as it is used. ``needed_bytes``
+        is what all snapshots of this node will use; raises ConfigurationError when
+        ``available_bytes`` are fewer, or the system gives no memory. A replacement finds the
         buffers of its predecessor, which have their memory.
         """
         is_there = all(os.fstat(fd).st_size == capacity_bytes for fd in fds)
         if needed_bytes > available_bytes and not is_there:
             raise ConfigurationError(
-                f"the snapshots of this node need {needed_bytes} bytes of shared memory and "
-                f"{available_bytes} are available; free memory, use fewer workers a node or fewer "
-                "copies, or turn snapshots off with --elaswave-snapshots off"
+                f"the snapshots of this node need {needed_bytes} bytes of host memory, the loss of"
+                f" one worker included, and {available_bytes} are available; free memory, use fewer"
+                " workers a node or fewer copies (--elaswave-snapshot-copies), or turn snapshots"
+                " off with --elaswave-snapshots off"
             )
         self._slot = slot
         # The buffer of the last seal, which a recovery may read.
         self._last = 1
         self._pieces = HostPieces()
         self._maps: list[mmap.mmap] = []
-        for fd in fds:
-            os.ftruncate(fd, capacity_bytes)
-            self._maps.append(mmap.mmap(fd, capacity_bytes))
+        self._ends = [capacity_bytes, capacity_bytes]
+        try:
+            for fd in fds:
+                os.ftruncate(fd, capacity_bytes)
+                if body_bytes and not is_there:
+                    os.posix_fallocate(fd, BODY_OFFSET, taken_of(body_bytes) - mmap.PAGESIZE)
+                self._maps.append(mmap.mmap(fd, capacity_bytes))
+        except OSError as error:
+            raise ConfigurationError(
+                f"worker {slot} wants {len(fds)} buffers of {capacity_bytes} bytes of shared memory"
+                f" for its snapshots, {taken_of(body_bytes)} of each at once, and may have"
+                f" {_allowed_bytes(available_bytes)} ({error.strerror}): raise `ulimit -f` or"
+                " `ulimit -v`, free memory, or turn snapshots off with --elaswave-snapshots off"
+            ) from error
 
     def begin_seal(
         self,
@@ -137,9 +160,17 @@ class SnapshotPool:
                 table_digest=digest,
             )
             write_record(whole, sealed)
+            self._free_behind(buffer, BODY_OFFSET + length)
             return sealed
 
         return seal
+
+    def _free_behind(self, buffer: int, used_bytes: int) -> None:
+        """Give back what a larger shard of an earlier view has used of a buffer."""
+        end, former = _pages(used_bytes), self._ends[buffer]
+        if end < former:
+            self._maps[buffer].madvise(mmap.MADV_REMOVE, end, former - end)
+        self._ends[buffer] = end
 
     def go_back(self, buffer: int) -> None:
         """Keep what is sealed in ``buffer``: what was sealed after it is void.
@@ -156,6 +187,12 @@ class SnapshotPool:
             into[:] = source[offset : offset + len(into)]
 
         return read
+
+
+def _allowed_bytes(available_bytes: int) -> int:
+    """The least of what is available and the limits of this process."""
+    limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)]
+    return min(available_bytes, *(one for one in limits if one != resource.RLIM_INFINITY))
 
 
 def _write_body(

@@ -22,6 +22,18 @@ from elaswave_plugin.recovery import state_keeper
 pool = state_keeper.SnapshotPool
 state_keeper.SnapshotPool = lambda fds, **more: pool(fds, **{**more, "available_bytes": 1000})
 """
+FILE_LIMIT = """
+import resource
+from elaswave_plugin.recovery import state_keeper
+pool, limit = state_keeper.SnapshotPool, resource.getrlimit(resource.RLIMIT_FSIZE)
+def limited(fds, **more):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        return pool(fds, **more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+state_keeper.SnapshotPool = limited
+"""
 CP_OF_TWO = """
 from functools import partial
 from megatron.core import parallel_state as state
@@ -80,6 +92,11 @@ BAD: dict[str, tuple[JobSpec, str, str]] = {
         JobSpec(sabotage=LITTLE_MEMORY),
         "1000 are available",
         "turn snapshots off with --elaswave-snapshots",
+    ),
+    "a limit below a snapshot": (
+        JobSpec(sabotage=FILE_LIMIT),
+        "and may have 100000 (File too large)",
+        "raise `ulimit -f`",
     ),
     "context parallel": (
         JobSpec(sabotage=CP_OF_TWO),

@@ -42,12 +42,13 @@ FLIP = """
 from elaswave_plugin.core.layout.shards import PARTS
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
 from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES
+from elaswave_plugin.recovery.snapshot_memory import payload_of
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 wait = StateKeeper.await_copies
 def flip(self):
     wait(self)
     if (self._member.slot, self._sealed_step) == (1, 3):
-        payload_bytes = self._cut(self._shard_group.buckets, 4).payload_bytes
+        payload_bytes = payload_of(self._shard_group, self.alignment)
         chunk = -(-payload_bytes // len(PARTS) // CHUNK_BYTES)
         assert chunk < payload_bytes // CHUNK_BYTES
         self.pool._maps[1][BODY_OFFSET + chunk * CHUNK_BYTES + 1000] ^= 1

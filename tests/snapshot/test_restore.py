@@ -1,16 +1,23 @@
-"""A restore that waits for a supervisor, and the proposal that ends the wait."""
+"""A restore that waits for a supervisor, what ends the wait, and the memory that it takes."""
 
+import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.shards import MOMENTS, WEIGHTS
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.snapshot import restore
+from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
+from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
+from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from tests.core.sealed import sealed
 from tests.job_secret import SECRET
 
@@ -56,3 +63,48 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
                 check=check,
             )
         assert 0.2 <= time.monotonic() - started_s < LONG_S / 4
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had since the last call of `forget_peak`."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def test_a_new_shard_is_read_into_as_much_memory_as_it_has() -> None:
+    """Weights and moments, from the supervisor of a lost worker: that is what a job counts."""
+    numel = 4 << 20
+    store = SnapshotStore(1)
+    server = SnapshotServer(store, "127.0.0.1", secret=SECRET)
+    server.start()
+    state = torch.arange(3 * numel, dtype=torch.float32)
+    capacity = capacity_of(12 * numel + 4)
+    pool = SnapshotPool(
+        store.fds, slot=1, capacity_bytes=capacity, needed_bytes=0, available_bytes=0
+    )
+    pool.begin_seal(
+        step=4, epoch=1, ranks=[1], units=[0], parts=[state], capsule=b"seed", before_seal=int
+    )()
+    plan = make_plan(
+        epoch=2,
+        reason="r",
+        ranks=(0,),
+        dataflow=deal(num_microbatches=2, launch_slots=(0, 1), live=(0,)),
+        shard_groups=[ShardGroup(ranks=(0,), units=(0,), buckets=(numel,))],
+        inventory=store.inventory(server.address),
+    )
+    of = {"slot": 0, "pool": pool, "secret": SECRET, "timeout_s": LONG_S, "check": None}
+    forget_peak()
+    before = peak_bytes()
+    read = [restore.read_parts(plan, parts, **of)[0] for parts in (WEIGHTS, MOMENTS)]  # type: ignore[arg-type]
+    taken = peak_bytes() - before
+    assert torch.equal(torch.cat(read).flatten(), state)
+    # Beside it, what is asked for at once.
+    assert 12 * numel <= taken <= 12 * numel + (4 << 20)
+    server.close()
+    store.close()

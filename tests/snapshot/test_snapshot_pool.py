@@ -1,6 +1,8 @@
 """Sealed snapshots: any range comes back as a plain copy has it, any flipped bit is seen."""
 
+import mmap
 import os
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +16,12 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
 from elaswave_plugin.snapshot import snapshot_pool
-from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
+from elaswave_plugin.snapshot.snapshot_pool import (
+    SnapshotPool,
+    VerifiedReader,
+    capacity_of,
+    taken_of,
+)
 from tests.core.sealed import sealed
 
 SLOT, CAPACITY_BYTES = 3, 1 << 20
@@ -267,6 +274,54 @@ def test_too_little_memory_is_one_sentence() -> None:
     SnapshotPool(fds, slot=0, capacity_bytes=4096, needed_bytes=8192, available_bytes=8192)
     # Whoever comes after finds the memory that it needs.
     SnapshotPool(fds, slot=0, capacity_bytes=4096, needed_bytes=8192, available_bytes=0)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_limit_of_this_process_is_one_sentence() -> None:
+    fds = (os.memfd_create("even"), os.memfd_create("odd"))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(ConfigurationError) as caught:
+            SnapshotPool(fds, slot=5, capacity_bytes=8192, needed_bytes=0, available_bytes=1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        for fd in fds:
+            os.close(fd)
+    message = str(caught.value)
+    assert message.startswith("worker 5 wants 2 buffers of 8192 bytes of shared memory")
+    assert "may have 4096 (File too large): raise `ulimit -f`" in message and "\n" not in message
+
+
+def test_the_memory_of_a_shard_is_taken_before_it_is_used() -> None:
+    fds = (os.memfd_create("even"), os.memfd_create("odd"))
+    capacity = capacity_of(1 << 20)
+    SnapshotPool(
+        fds,
+        slot=0,
+        capacity_bytes=capacity,
+        needed_bytes=0,
+        available_bytes=0,
+        body_bytes=100_000,
+    )
+    taken = [512 * os.fstat(fd).st_blocks for fd in fds]
+    assert taken == [taken_of(100_000) - mmap.PAGESIZE] * 2
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_smaller_shard_gives_back_what_a_larger_one_took() -> None:
+    fds = (os.memfd_create("even"), os.memfd_create("odd"))
+    pool = SnapshotPool(
+        fds, slot=SLOT, capacity_bytes=capacity_of(1 << 20), needed_bytes=0, available_bytes=0
+    )
+    for step, numel in ((4, 1 << 17), (5, 1 << 17), (6, 1 << 16), (7, 1 << 16), (8, 1 << 17)):
+        part = torch.randn(numel)
+        sealed = seal(pool, [part], b"capsule", step=step)
+        assert 512 * os.fstat(fds[step % 2]).st_blocks == taken_of(sealed.payload_bytes + 7)
+        reader = VerifiedReader(sealed, pool.reader(sealed.buffer))
+        assert read(reader, [(0, 4 * numel)]) == [part.numpy().tobytes()]
     for fd in fds:
         os.close(fd)
 
