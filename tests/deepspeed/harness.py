@@ -65,7 +65,7 @@ class EngineSpec(JobSpec):
     # Workers that join the job as soon as it has begun.
     joiners: int = 0
     # Steps from one seal to the next.
-    interval: str = "auto"
+    interval: int | None = None
     settings: str = ""
     script: str = str(EXAMPLE)
 
@@ -113,12 +113,13 @@ class EngineSpec(JobSpec):
                 "change": list(self.changes),
                 "respawn": self.respawn,
                 "slow_workers": self.slow_workers,
-                "snapshot_interval": self.interval,
                 # As soon as in the other phases: no storage stalls here.
                 "data_timeout_s": 2.0,
             },
             **json.loads(self.settings or "{}"),
         }
+        if self.interval is not None:
+            config["elaswave"]["snapshot_interval"] = self.interval
         return {key: value for key, value in config.items() if value is not None}
 
     def arguments(self, data: Path, directory: Path) -> list[str]:

@@ -44,7 +44,7 @@ KINDS = ((1, False), (0, False), (1, True))
 
 @proves(Kind.KILL, Promise.PLANNED, victim="2", moment="5:backward")
 def test_steps_without_a_seal_are_made_again(run: Launch, twin: Twin, reference: Launch) -> None:
-    killed = run(replace(PP2_DP2, steps=8, interval="3", kills=("2@5:backward",)))
+    killed = run(replace(PP2_DP2, steps=8, interval=3, kills=("2@5:backward",)))
     check_pipeline(killed, twin, reference)
     assert {event["restored_step"] for event in killed.events("recovered")} == {3}
 

@@ -154,7 +154,7 @@ def test_a_loop_that_could_not_be_redone_is_refused_in_its_first_step(
 def test_steps_without_a_seal_are_refused_in_loops_that_are_not_ours(
     run: Launch, spec: EngineSpec
 ) -> None:
-    refused = run(replace(spec, interval="3"))
+    refused = run(replace(spec, interval=3))
     assert refused.returncode == 2, refused.output[-4000:]
     assert "snapshot_interval is 3, and the loop is the script's own" in refused.output
     assert "Traceback" not in refused.output and not refused.files.steps
