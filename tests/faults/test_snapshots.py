@@ -141,7 +141,10 @@ def test_who_came_in_a_step_redoes_the_one_before_as_well(
     )
     check_survived(survived)
     assert next(event["step"] for event in survived.events("entered")) == 6
-    assert restored_steps(survived) == {2, 5}
+    # The victim may be back before the end, for which nobody goes back.
+    back = f"{victim}.1"
+    recovered = [one for one in survived.events("recovered") if back not in one["newcomers"]]
+    assert {one["restored_step"] for one in recovered} == {2, 5}
     assert survived.trace() == reference(base).trace()
 
 
