@@ -6,7 +6,7 @@ measure: they are passed over there, and called before and after the whole of wh
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +44,12 @@ class PassHooks:
         ``always``: the second one with None where the pass has failed.
         """
         self._hooks.append(_Hooks(module, before, after, always))
+        # Plain functions: a copy of the model, as for an average of its weights, shares them.
         if before is not None:
-            module.register_forward_pre_hook(partial(_before, before))
+            module.register_forward_pre_hook(_beside(lambda one, inputs: before(one)))
         if after is not None:
-            module.register_forward_hook(partial(_after, after), always_call=always)
+            hook = _beside(lambda one, inputs, output: after(output))
+            module.register_forward_hook(hook, always_call=always)
 
     def compiled(self) -> None:
         """Modules may have been compiled since this was called.
@@ -106,11 +108,11 @@ class PassHooks:
             self._is_uncompiled = False
 
 
-def _before(hook: Before, module: torch.nn.Module, inputs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        hook(module)
+def _beside(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, passed over where a pass is compiled."""
 
+    def passed_over(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
 
-def _after(hook: After, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        hook(output)
+    return passed_over

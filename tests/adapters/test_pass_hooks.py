@@ -1,5 +1,8 @@
 """Hooks of a model's passes: the same calls, compiled or not, and no part of what is compiled."""
 
+import copy
+import threading
+
 import pytest
 import torch
 
@@ -16,6 +19,17 @@ def model_of(*, fails: bool = False) -> Model:
     return Model(*layers)
 
 
+class Locked:
+    """A part of the job, which nobody can copy."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self._lock, self._seen = threading.Lock(), seen
+
+    def note(self, module: torch.nn.Module) -> None:
+        """Note a pass."""
+        self._seen.append("begin")
+
+
 def watched(model: Model) -> tuple[PassHooks, list[str]]:
     """Hooks before the model and its first layer and after both; and what they saw."""
     hooks, seen = PassHooks(model), list[str]()
@@ -25,6 +39,14 @@ def watched(model: Model) -> tuple[PassHooks, list[str]]:
 
 
 EAGER = ["begin", "layer", "3", "end"]
+
+
+def test_a_copy_of_the_model_has_the_same_hooks() -> None:
+    model = model_of()
+    hooks, seen = PassHooks(model), list[str]()
+    hooks.add(model, Locked(seen).note, lambda _: seen.append("end"))
+    copy.deepcopy(model)(torch.ones(3, 4))
+    assert seen == ["begin", "end"]
 
 
 def test_hooks_of_a_pass_that_is_not_compiled() -> None:

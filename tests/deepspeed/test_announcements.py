@@ -35,7 +35,7 @@ TRAINED = torch.ones(2, requires_grad=True)
 def test_the_backward_of_an_output_is_announced(made: Any) -> None:
     announced: list[str] = []
     hidden = TRAINED * 2
-    _announce_backward(announced.append)(torch.nn.Identity(), (), made(hidden))
+    _announce_backward(announced.append)(made(hidden))
     hidden.sum().backward()
     assert announced == ["backward"]
 
@@ -43,5 +43,5 @@ def test_the_backward_of_an_output_is_announced(made: Any) -> None:
 @pytest.mark.parametrize("output", [None, 3, "text", object(), {}, torch.ones(2)])
 def test_an_output_without_gradients_announces_nothing(output: object) -> None:
     announced: list[str] = []
-    _announce_backward(announced.append)(torch.nn.Identity(), (), output)
+    _announce_backward(announced.append)(output)
     assert not announced

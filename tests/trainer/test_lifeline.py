@@ -21,7 +21,7 @@ EXITS = {
         "from elaswave_plugin.loops.guarded_steps import GuardedSteps\n"
         "worker = MagicMock(slot=1, completed=3)\n"
         "worker.config.changes.return_value = [MagicMock(slot=1, step=3, arrives=False)]\n"
-        "worker.view.ranks = (0, 1)\n"
+        "worker.view.ranks, worker.state.remembered_steps = (0, 1), 2\n"
         "steps = GuardedSteps(worker, MagicMock(), on_commit=print, on_recovered=print)\n"
         "with patch('torch.distributed.barrier'): steps.begin()\n"
         "sys.exit('it has not left')"
