@@ -31,13 +31,13 @@ NORM = "get_grad_norm_fp32"
 def alternate_snapshots() -> None:
     """Have this process seal nothing and wait for no copy in off-blocks."""
     seal, await_copies = StateKeeper.seal, StateKeeper.await_copies
-    completed, sealed_step = 0, -1
+    # The state of step 0 is sealed in any case, by itself.
+    completed, sealed_step = 0, 0
 
     def seal_in_turn(state: StateKeeper, framework: Framework, step: int) -> None:
         nonlocal completed, sealed_step
         completed = step
-        # The state of step 0 is sealed in any case: without it the job counts as starting.
-        if step == 0 or is_on(step - 1):
+        if is_on(step - 1):
             seal(state, framework, step)
             sealed_step = step
 
