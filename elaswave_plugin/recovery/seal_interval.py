@@ -45,7 +45,7 @@ class SealInterval:
     @property
     def wanted(self) -> int:
         """The steps from one seal to the next; 1 as long as too little is known."""
-        if len(self._waits_s) < STEPS_TO_JUDGE:
+        if min(len(self._waits_s), len(self._steps_s)) < STEPS_TO_JUDGE:
             return 1
         bearable_s = WAIT_SHARE * median(self._steps_s)
         wait_s = median(self._waits_s)

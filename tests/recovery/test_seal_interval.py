@@ -36,6 +36,14 @@ def test_a_moment_is_no_reason_and_no_wait_leaves_a_job_without_seals() -> None:
     assert interval(100.0, 1.0) == MOST_STEPS
 
 
+def test_waits_in_steps_that_were_all_interrupted_say_nothing() -> None:
+    fit = SealInterval()
+    for _ in range(STEPS_TO_JUDGE):
+        fit.note_wait(0.2)
+        fit.interrupt()
+    assert fit.wanted == 1
+
+
 def test_a_step_without_a_seal_counts_as_it_is_and_an_interrupted_one_not_at_all() -> None:
     fit = SealInterval()
     for _ in range(STEPS_TO_JUDGE):
