@@ -1,15 +1,19 @@
 """Seals of a worker's shard: bytes a second from the device, and share of a step of its size."""
 
+import mmap
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import psutil
 import torch
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.notes import Notes
+from elaswave_plugin.snapshot.host_copies import HostCopies
+from elaswave_plugin.snapshot.pinned_blocks import PinnedBlocks
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader, capacity_of
 
 GIB = 1 << 30
@@ -20,10 +24,13 @@ BYTES_A_PARAMETER = 12
 WIDTH, TOKENS = 4096, 8192
 SMALL_WIDTH, SMALL_TOKENS = 256, 256
 REPEATS = 3
+REFUSED_BYTES = 8 << 20
 
 
 def measure(device: Device, notes: Notes) -> None:
     """Seal shards of three sizes, read one back, and time a step of as many parameters."""
+    if not device.is_stand_in:
+        _copy_to_refused_memory(notes)
     for size in SMALL_SIZES_BYTES if device.is_stand_in else SIZES_BYTES:
         name = f"{size / GIB:g} GiB" if size >= GIB else f"{size >> 20} MiB"
         lacking = _lacking(device, size)
@@ -38,6 +45,22 @@ def measure(device: Device, notes: Notes) -> None:
             f" {100 * seal_s / step_s:.0f} % of a step of {step_s:.3f} s"
             f" ({size // BYTES_A_PARAMETER / 1e6:.0f} M parameters, {_tokens(device)} tokens)"
         )
+
+
+def _copy_to_refused_memory(notes: Notes) -> None:
+    """Memory that CUDA does not pin is copied to all the same, and nothing else is spoiled."""
+    memory = memoryview(mmap.mmap(-1, REFUSED_BYTES))
+    first, second = PinnedBlocks(memory), PinnedBlocks(memory)
+    first.pin(REFUSED_BYTES)
+    second.pin(REFUSED_BYTES)
+    notes.say(f"memory that is pinned already: {second.refused!r}")
+    notes.check("CUDA refuses to pin it again", bool(second.refused) and not first.refused)
+    first.free(0)
+    shard = torch.randn(REFUSED_BYTES // 4, device="cuda")
+    floats = np.frombuffer(memory, dtype=np.float32)
+    *_, stop = HostCopies().of([shard])(floats)
+    same = torch.equal(torch.from_numpy(floats), shard.cpu())
+    notes.check("what is not pinned gets the bits of the device", same and stop == shard.numel())
 
 
 def _tokens(device: Device) -> int:
@@ -79,7 +102,7 @@ def _seal_s(device: Device, notes: Notes, name: str, size: int) -> float:
             needed_bytes=2 * size,
             available_bytes=psutil.virtual_memory().available,
         )
-        seconds = []
+        seconds: list[float] = []
         for step in range(2 + REPEATS):
             shard.add_(1.0)
             device.synchronize()
@@ -99,6 +122,7 @@ def _seal_s(device: Device, notes: Notes, name: str, size: int) -> float:
         same = torch.equal(piece, shard[: piece.numel()].cpu())
         notes.check(f"{name} a worker: the seal holds the bits of the device", same)
         del pool, reader
+    notes.say(f"{name} a worker: the first seal of each buffer took {seconds[0]:.3f} s")
     return sorted(seconds[2:])[REPEATS // 2]
 
 

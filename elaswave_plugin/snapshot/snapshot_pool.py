@@ -10,7 +10,8 @@ import mmap
 import os
 import resource
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ import xxhash
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, clear_record, write_record
-from elaswave_plugin.snapshot.host_pieces import HostPieces, Piece
+from elaswave_plugin.snapshot.host_copies import Copy, HostCopies
+from elaswave_plugin.snapshot.pinned_blocks import PinnedBlocks
 
 # Small enough that a range read checks little more than it needs, large enough that the table is
 # 0.003 % of the payload and hashing runs at memory speed.
@@ -27,6 +29,8 @@ CHUNK_BYTES = 256 * 1024
 _ENTRY = struct.Struct("<Q")
 # Read at once: a reader behind a training step shares the interpreter with it.
 _RUN_BYTES = 32 * CHUNK_BYTES
+# What a GPU copies comes faster than one processor hashes.
+_HASHERS = 4
 
 
 def num_chunks(length: int) -> int:
@@ -51,22 +55,33 @@ def _pages(num_bytes: int) -> int:
 class _Table:
     """The checksums of a body that is being written from its begin on."""
 
-    def __init__(self, body: memoryview) -> None:
-        self._body = body
+    def __init__(self, body: memoryview, hashers: ThreadPoolExecutor | None) -> None:
+        """``hashers``: threads that hash; without them it is done while caches hold the bytes."""
+        self._body, self._hashers = body, hashers
         self._done = 0
         self._entries = bytearray()
+        self._later: list[Future[bytes]] = []
 
     def written(self, stop: int, *, last: bool = False) -> None:
-        """The body is written up to ``stop``: hash its whole chunks while the caches hold them."""
-        while self._done < stop and (last or stop - self._done >= CHUNK_BYTES):
-            chunk = self._body[self._done : min(self._done + CHUNK_BYTES, stop)]
-            self._entries += _ENTRY.pack(xxhash.xxh3_64_intdigest(chunk))
-            self._done += len(chunk)
+        """The body is written up to ``stop``: hash its whole chunks."""
+        end = stop if last else stop // CHUNK_BYTES * CHUNK_BYTES
+        run, self._done = self._body[self._done : end], max(self._done, end)
+        if self._hashers is None:
+            self._entries += _checksums(run)
+        elif run:
+            self._later.append(self._hashers.submit(_checksums, run))
 
     def close(self, stop: int) -> bytes:
         """Return the table of the body, which ends at ``stop``."""
         self.written(stop, last=True)
-        return bytes(self._entries)
+        return bytes(self._entries) + b"".join(run.result() for run in self._later)
+
+
+def _checksums(run: memoryview) -> bytes:
+    """The entries of whole chunks, the last of which may be short."""
+    starts = range(0, len(run), CHUNK_BYTES)
+    chunks = (run[start : start + CHUNK_BYTES] for start in starts)
+    return b"".join(_ENTRY.pack(xxhash.xxh3_64_intdigest(chunk)) for chunk in chunks)
 
 
 class SnapshotPool:
@@ -100,8 +115,10 @@ class SnapshotPool:
         self._slot = slot
         # The buffer of the last seal, which a recovery may read.
         self._last = 1
-        self._pieces = HostPieces()
+        self._copies = HostCopies()
+        self._hashers = ThreadPoolExecutor(_HASHERS, thread_name_prefix="elaswave-hash")
         self._maps: list[mmap.mmap] = []
+        self._pins: list[PinnedBlocks] = []
         self._ends = [capacity_bytes, capacity_bytes]
         try:
             for fd in fds:
@@ -109,6 +126,7 @@ class SnapshotPool:
                 if body_bytes and not is_there:
                     os.posix_fallocate(fd, BODY_OFFSET, taken_of(body_bytes) - mmap.PAGESIZE)
                 self._maps.append(mmap.mmap(fd, capacity_bytes))
+                self._pins.append(PinnedBlocks(memoryview(self._maps[-1])[BODY_OFFSET:]))
         except OSError as error:
             raise ConfigurationError(
                 f"worker {slot} wants {len(fds)} buffers of {capacity_bytes} bytes of shared memory"
@@ -135,15 +153,21 @@ class SnapshotPool:
         It returns the record, and raises ConfigurationError for a capsule without room.
         ``ranks``: slots of the workers that share the state of ``shard_group``, in shard order;
         ``units``: the parts of the model that it consists of; ``before_seal`` runs when the
-        bytes are in place and not yet final, ``settled`` as in `HostPieces.of`.
+        bytes are in place and not yet final, ``settled`` as in `HostCopies.of`.
         """
-        pieces = self._pieces.of(parts, settled=settled)
+        copy = self._copies.of(parts, settled=settled)
+        on_host = all(part.device.type == "cpu" for part in parts)
+        needed_bytes = sum(4 * part.numel() for part in parts)
         buffer = self._last = 1 - self._last
 
         def seal() -> SealedShard:
             whole = memoryview(self._maps[buffer])
             clear_record(whole)
-            payload_bytes, length, digest = _write_body(whole[BODY_OFFSET:], pieces, capsule)
+            body, hashers = whole[BODY_OFFSET:], None
+            if not on_host:
+                self._pins[buffer].pin(needed_bytes)
+                hashers = self._hashers
+            payload_bytes, length, digest = _write_body(body, copy, capsule, hashers)
             before_seal()
             sealed = SealedShard(
                 owner=self._slot,
@@ -169,6 +193,7 @@ class SnapshotPool:
         """Give back what a larger shard of an earlier view has used of a buffer."""
         end, former = _pages(used_bytes), self._ends[buffer]
         if end < former:
+            self._pins[buffer].free(end - BODY_OFFSET)
             self._maps[buffer].madvise(mmap.MADV_REMOVE, end, former - end)
         self._ends[buffer] = end
 
@@ -196,17 +221,15 @@ def _allowed_bytes(available_bytes: int) -> int:
 
 
 def _write_body(
-    target: memoryview, pieces: Iterable[Piece], capsule: bytes
+    target: memoryview, copy: Copy, capsule: bytes, hashers: ThreadPoolExecutor | None
 ) -> tuple[int, int, int]:
     """Write payload, capsule and table; returns the payload's bytes, all bytes, the table's digest.
 
     Raises ConfigurationError where they do not fit.
     """
-    floats, checksums = np.frombuffer(target, dtype=np.float32), _Table(target)
+    floats, checksums = np.frombuffer(target, dtype=np.float32), _Table(target, hashers)
     offset = 0
-    for piece in pieces:
-        floats[offset : offset + piece.size] = piece
-        offset += piece.size
+    for offset in copy(floats):
         checksums.written(4 * offset)
     payload_bytes = 4 * offset
     body_bytes = payload_bytes + len(capsule)

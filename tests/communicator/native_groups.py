@@ -13,6 +13,7 @@ import torch.distributed as dist
 from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
 from elaswave_plugin.communicator.device.communicator import Inner
 from elaswave_plugin.communicator.device.link_store import LinkStore
+from elaswave_plugin.communicator.device.ordered_kernel import combine_in_a_loop
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
@@ -115,6 +116,7 @@ class RecordingMaker:
     """Its groups write what happens to them into one `log`."""
 
     device_type = "cpu"
+    combine = staticmethod(combine_in_a_loop)
 
     def __init__(self, *, shrinks: bool = False, waits_on_host: bool = False) -> None:
         self.shrinks = shrinks
@@ -327,6 +329,7 @@ class GlooMaker:
     """Real groups on CPU tensors whose members meet in the LinkStore."""
 
     device_type = "cpu"
+    combine = staticmethod(combine_in_a_loop)
     shrinks = False
 
     def __init__(self) -> None:

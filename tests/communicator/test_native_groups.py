@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from elaswave_plugin.communicator.device import nccl
 from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
+from elaswave_plugin.communicator.device.ordered_kernel import combine_in_a_loop
 from elaswave_plugin.communicator.groups import tagged
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable
@@ -213,6 +214,7 @@ class _NoMaker:
     """Stands for NcclMaker where there is no NCCL to ask for its version."""
 
     device_type = "cuda"
+    combine = staticmethod(combine_in_a_loop)
     shrinks = False
     overridden = ("X is 0 instead of 1",)
 

@@ -16,7 +16,7 @@ from tests.deepspeed.harness import EngineSpec
 from tests.faults.harness import Outcome, check_survived
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
-from tests.tracking.test_wandb_sink import history, run_ids
+from tests.tracking.wandb_files import history, run_ids
 
 LR = "Train/Samples/lr"
 OFFLINE = "import os; os.environ.update(WANDB_MODE='offline', WANDB_SILENT='true')"

@@ -18,13 +18,13 @@ state_keeper.BESIDE_BYTES = 0
 # As slow as those of gigabytes: a seal takes as long as the passes of a step, or longer.
 SLOW = f"""{BESIDE}
 import time
-from elaswave_plugin.snapshot.host_pieces import HostPieces
-pieces = HostPieces.of
-def slow(self, parts, **more):
-    for piece in pieces(self, parts, **more):
+from elaswave_plugin.snapshot.host_copies import HostCopies
+copy = HostCopies._copy
+def slow(self, *given):
+    for stop in copy(self, *given):
         time.sleep(0.03)
-        yield piece
-HostPieces.of = slow
+        yield stop
+HostCopies._copy = slow
 """
 # What the rule forbids: an update that does not wait for the seal of the step before.
 UNAWAITED = f"""{SLOW}

@@ -5,7 +5,7 @@ import pytest
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, check_survived
 from tests.proofs import Kind, Promise, proves
-from tests.tracking.test_wandb_sink import history
+from tests.tracking.wandb_files import history
 
 pytest.importorskip("wandb")
 

@@ -15,7 +15,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, left_ali
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
 from tests.proofs import Kind, Promise, proves
-from tests.tracking.test_wandb_sink import history, run_ids
+from tests.tracking.wandb_files import history, run_ids
 
 # A node each: the others cannot kill it, they can only shut it out.
 # When it goes on it sees nobody, and stops after the wait for a majority.

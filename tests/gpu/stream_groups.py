@@ -11,6 +11,7 @@ import torch
 from elaswave_plugin.communicator.device.communicator import Inner
 from elaswave_plugin.communicator.device.link_store import LinkStore
 from elaswave_plugin.communicator.device.nccl import NcclGroup
+from elaswave_plugin.communicator.device.ordered_kernel import combine_in_a_loop
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
 from tests.gpu import streams
@@ -128,6 +129,7 @@ class LaterMaker:
     """Makes such groups; their members are there at once, unless a test says otherwise."""
 
     device_type = "cuda"
+    combine = staticmethod(combine_in_a_loop)
     shrinks = False
 
     def __init__(self) -> None:

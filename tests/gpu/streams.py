@@ -120,6 +120,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.made: list[Stream] = []
+        self.runtime = Runtime()
         self._of_thread = threading.local()
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -153,6 +154,31 @@ class Cuda:
     def end(self) -> None:
         for one in self.made:
             one.end()
+
+
+class Runtime:
+    """CUDA's runtime as it pins: it knows what, and refuses what reaches beyond a limit."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.limit_bytes: float = float("inf")
+
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
+        assert not flags and not any(
+            begin < address + length and address < begin + taken
+            for begin, taken in self.pinned.items()
+        )
+        if sum(self.pinned.values()) + length > self.limit_bytes:
+            return 2
+        self.pinned[address] = length
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return {2: "out of memory"}[error]
 
 
 def current_stream() -> Any:
@@ -284,6 +310,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         ("stream", cuda.stream),
         ("current_stream", cuda.current_stream),
         ("synchronize", cuda.synchronize),
+        ("cudart", lambda: cuda.runtime),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     try:

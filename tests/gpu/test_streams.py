@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions
 
 from elaswave_plugin.communicator.device import calls, nccl
 from elaswave_plugin.communicator.device.device_work import DeviceWork
-from elaswave_plugin.errors import EpochChanged
-from elaswave_plugin.snapshot.host_pieces import HostPieces
+from elaswave_plugin.errors import EpochChanged, SnapshotUnreadableError
+from elaswave_plugin.snapshot import pinned_blocks
+from elaswave_plugin.snapshot.host_copies import HostCopies
+from elaswave_plugin.snapshot.pinned_blocks import PinnedBlocks
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader, capacity_of
 from tests.gpu import streams
 from tests.gpu.sabotage import sabotage
@@ -258,14 +261,15 @@ def test_a_seal_has_the_bytes_that_the_device_makes(monkeypatch: pytest.MonkeyPa
 def test_without_the_wait_of_its_copies_a_seal_does_not_match(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sabotage(monkeypatch, HostPieces, "_arrived", "copied.synchronize()")
-    assert _sealed_and_read(monkeypatch) != [3.0] * 4 + [4.0] * 4
+    sabotage(monkeypatch, HostCopies, "_from_device", "copied.synchronize()")
+    with pytest.raises(SnapshotUnreadableError):
+        _sealed_and_read(monkeypatch)
 
 
 def test_without_the_wait_for_what_was_queued_a_seal_is_of_older_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sabotage(monkeypatch, HostPieces, "_pieces", "event.synchronize()")
+    sabotage(monkeypatch, HostCopies, "_copy", "event.synchronize()")
     assert _sealed_and_read(monkeypatch) != [3.0] * 4 + [4.0] * 4
 
 
@@ -281,25 +285,83 @@ def test_a_state_that_an_aborted_collective_may_have_spoiled_is_not_read(
     with streams.installed(monkeypatch):
         part = computed(MANY)
         with pytest.raises(EpochChanged):
-            next(HostPieces().of([part], settled=interrupted))
+            next(HostCopies().of([part], settled=interrupted)(np.zeros(4, np.float32)))
 
 
-def _pieces(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Read a part in four pieces, slowly, through two pinned ones."""
+def test_a_part_is_in_place_up_to_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, told = np.zeros(9, np.float32), []
     with streams.installed(monkeypatch):
-        part: Any = streams.on_device(torch.arange(8.0))
-        found = []
-        for piece in HostPieces(piece_elements=2).of([part + 1.0]):
-            time.sleep(3 * streams.PAUSE_S)
-            found += piece.tolist()
-    return found
+        parts = [torch.tensor([1.0]), streams.on_device(torch.arange(8.0)) + 2.0]
+        for stop in HostCopies(piece_elements=4).of(parts)(found):
+            assert found[:stop].tolist() == [float(one) for one in range(1, stop + 1)]
+            told.append(stop)
+    assert told == [1, 4, 8, 9]
 
 
-def test_a_pinned_piece_is_filled_again_once_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _pieces(monkeypatch) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+# ---- pinned memory -------------------------------------------------------------------------------
 
 
-def test_one_pinned_piece_in_place_of_two_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    reused = "pinned, copied = lanes[0]"
-    sabotage(monkeypatch, HostPieces, "_from_device", "pinned, copied = lanes[number % 2]", reused)
-    assert _pieces(monkeypatch) != [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[streams.Runtime]:
+    """A runtime that pins, in blocks of four pages."""
+    monkeypatch.setattr(pinned_blocks, "BLOCK_BYTES", 16384)
+    with streams.installed(monkeypatch) as cuda:
+        yield cuda.runtime
+
+
+def test_what_is_used_is_pinned_and_no_more(runtime: streams.Runtime) -> None:
+    memory = mmap.mmap(-1, 100_000)
+    blocks = PinnedBlocks(memoryview(memory))
+    begin = np.frombuffer(memory, np.uint8).ctypes.data
+    for used, lengths in (
+        (20_000, [16_384, 3_616]),
+        (10_000, [16_384, 3_616]),
+        (32_768, [16_384, 16_384]),
+        (50_000, [16_384, 16_384, 16_384, 848]),
+    ):
+        blocks.pin(used)
+        assert list(runtime.pinned.values()) == lengths
+        assert list(runtime.pinned) == [begin + 16_384 * number for number in range(len(lengths))]
+    blocks.free(33_000)
+    assert list(runtime.pinned.values()) == [16_384, 16_384]
+    blocks.free(0)
+    assert not runtime.pinned
+
+
+def test_what_cuda_refuses_stays_as_it_is(runtime: streams.Runtime) -> None:
+    runtime.limit_bytes = 20_000
+    blocks = PinnedBlocks(memoryview(mmap.mmap(-1, 100_000)))
+    for _ in range(2):
+        blocks.pin(60_000)
+        assert list(runtime.pinned.values()) == [16_384]
+        assert blocks.refused == "out of memory"
+    blocks.free(0)
+    assert not runtime.pinned
+
+
+def test_memory_is_given_back_once_no_gpu_writes_to_it(
+    monkeypatch: pytest.MonkeyPatch, runtime: streams.Runtime
+) -> None:
+    """A smaller shard frees pages of the larger one before it, which must not be pinned."""
+    given_back: list[int] = []
+
+    class Map(mmap.mmap):
+        def madvise(self, how: int, start: int, length: int) -> None:
+            begin = np.frombuffer(self, np.uint8).ctypes.data
+            pinned = [(one - begin, taken) for one, taken in runtime.pinned.items()]
+            ours = [at + taken for at, taken in pinned if 0 <= at < len(self)]
+            assert max(ours) <= start
+            given_back.append(length)
+
+    monkeypatch.setattr(mmap, "mmap", Map)
+    fds = os.memfd_create("a"), os.memfd_create("b")
+    room = capacity_of(1 << 17)
+    pool = SnapshotPool(fds, slot=0, capacity_bytes=room, needed_bytes=0, available_bytes=room)
+    for numel in (30_000, 30_000, 9_000):
+        part = streams.on_device(torch.ones(numel)) + 1.0
+        asked = {"epoch": 1, "ranks": [0], "capsule": b"", "before_seal": lambda: None}
+        pool.begin_seal(step=1, parts=[part], **asked)()
+        torch.cuda.synchronize()
+    assert len(given_back) == 3
+    for fd in fds:
+        os.close(fd)

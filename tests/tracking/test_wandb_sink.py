@@ -1,7 +1,5 @@
 """W&B offline, for real: one run id over two owners, and no process left by a killed owner."""
 
-import json
-import struct
 import subprocess
 import sys
 import time
@@ -11,6 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.tracking.wandb_files import history, run_ids
 
 pytest.importorskip("wandb")
 
@@ -46,44 +46,6 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"no {what} within {LIMIT_S:g} s"
         time.sleep(0.02)
-
-
-def records(path: Path) -> list[Any]:
-    """The records of a .wandb file: protobuf messages in the log format of LevelDB."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, whole, found = path.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # full, last
-            message = wandb_internal_pb2.Record()
-            message.ParseFromString(whole)
-            found.append(message)
-            whole = b""
-    return found
-
-
-def history(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every offline run in a folder, by the run's directory."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        rows[path.parent.name] = [
-            {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-            for record in records(path)
-            if (items := record.history.item)
-        ]
-    return rows
-
-
-def run_ids(folder: Path) -> set[str]:
-    paths = folder.glob("wandb/offline-run-*/run-*.wandb")
-    return {r.run.run_id for path in paths for r in records(path) if r.run.run_id}
 
 
 def test_wandb_run_survives_the_kill_of_its_owner_and_nothing_stays_behind(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elaswave_plugin.communicator.device.link_store import LinkStore
+from elaswave_plugin.communicator.device.ordered_kernel import Combine
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 from elaswave_plugin.errors import LinkError
 
@@ -56,12 +57,17 @@ class Inner(Protocol):
 
 
 class Maker(Protocol):
-    """Makes native groups. `shrinks`: shrink() returns in the installed version."""
+    """Makes native groups. `shrinks`: shrink() returns in the installed version.
+
+    `combine`: adds the terms of ordered sums on its devices.
+    """
 
     @property
     def device_type(self) -> str: ...
     @property
     def shrinks(self) -> bool: ...
+    @property
+    def combine(self) -> Combine: ...
     def make(self, store: LinkStore, name: str, rank: int, size: int) -> Inner:
         """A new group, of which every member makes its part."""
 

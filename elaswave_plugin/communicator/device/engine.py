@@ -44,6 +44,7 @@ class DeviceEngine:
 
     def __init__(self, links: LinkTable, maker: Maker) -> None:
         self.device_type = maker.device_type
+        self.combine = maker.combine
         self.bell = threading.Event()
         self._links = links
         self._entered = Entered(links.page)

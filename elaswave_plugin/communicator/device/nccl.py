@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.communicator.device.communicator import Inner
 from elaswave_plugin.communicator.device.link_store import LinkStore
+from elaswave_plugin.communicator.device.ordered_kernel import CombineKernels
 from elaswave_plugin.communicator.groups import algorithms as run
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.links.link_table import LinkTable
@@ -142,6 +143,7 @@ class NcclMaker:
         `devices`: those of the workers at launch, by slot.
         """
         self.devices = dict(devices)
+        self.combine = CombineKernels()
         self.overridden = silence_watchdog(environ)
         version: Any = torch.cuda.nccl.version
         self.shrinks = shrink_is_safe(tuple(version()))

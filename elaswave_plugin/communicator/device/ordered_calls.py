@@ -92,7 +92,8 @@ class OrderedProcessGroup(DeviceProcessGroup):
             rank=self.rank(),
             size=self.size(),
             exchange=exchange,
-            combine=torch.mul if fold.name == "PRODUCT" else torch.add,
+            combine=self.engine.combine,
+            multiply=fold.name == "PRODUCT",
             average=fold.name == "AVG",
         )
 

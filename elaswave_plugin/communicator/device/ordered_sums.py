@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elaswave_plugin.communicator.device.ordered_kernel import Combine
+
 Tensors = Sequence[torch.Tensor]
 
 # Neither was measured on a GPU; the bits do not depend on them.
@@ -26,13 +28,15 @@ class OrderedSums:
     """The sums of one member, left to right over the ranks; all members make the same calls.
 
     `exchange(outs, ins)`: outs[r] becomes ins[our rank] of rank r, where neither is empty.
-    `combine`: torch.add or torch.mul. `average`: divide by the number of members at the end.
+    `combine`: adds up what has arrived; `multiply`: a product in place of a sum. `average`: divide
+    by the number of members at the end.
     """
 
     rank: int
     size: int
     exchange: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-    combine: Callable[..., torch.Tensor]
+    combine: Combine
+    multiply: bool
     average: bool
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -72,14 +76,9 @@ class OrderedSums:
     def _sum(self, parts: Tensors, out: torch.Tensor) -> None:
         """Make `out` the sum of all members' parts[our rank]."""
         own = parts[self.rank]
-        terms = list(own.new_empty((self.size, own.numel())).unbind())
-        self.exchange(self._without_own(terms), self._without_own(parts))
-        terms[self.rank] = own
-        total = terms[0]
-        for rank, term in enumerate(terms[1:], 1):
-            # What has arrived is ours to overwrite; `own` is the caller's.
-            into = term if total is own else total
-            total = self.combine(total, term, out=out if rank == self.size - 1 else into)
+        rows = own.new_empty((self.size, own.numel()))
+        self.exchange(self._without_own(rows.unbind()), self._without_own(parts))
+        self.combine(rows, own, out, self.rank, self.multiply)
         if self.average:
             out.div_(self.size)
 

@@ -10,7 +10,7 @@ from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import NO_EVALUATION, ScriptSpec, needs_repository
 from tests.faults.harness import Outcome, check_survived
 from tests.proofs import Kind, Promise, proves
-from tests.tracking.test_wandb_sink import history, run_ids
+from tests.tracking.wandb_files import history, run_ids
 
 pytestmark = needs_repository
 pytest.importorskip("wandb")
