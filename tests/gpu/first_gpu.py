@@ -17,8 +17,9 @@ def main() -> None:
     parser.add_argument("--script", required=True)
     args, sys.argv[1:] = parser.parse_known_args()
     os.environ["LOCAL_RANK"] = "0"
-    # Both are read when CUDA begins.
+    # They are read when CUDA begins, or when attention is chosen.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True)
     runpy.run_path(args.script, run_name="__main__")

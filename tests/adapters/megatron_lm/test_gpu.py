@@ -27,6 +27,7 @@ pytestmark = [
 
 
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
+VENDOR = ("--bf16", "--transformer-impl", "transformer_engine")
 STEPS, SAVED_STEP = 6, 4
 
 
@@ -48,6 +49,16 @@ def test_a_kill_changes_nothing(
 ) -> None:
     spec = spec_of(script, *PRECISIONS[precision])
     check_same(run, reference, replace(spec, kills=(kill,)), alive=3)
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize("kill", ["1@3:backward", "2@3:optimizer"])
+def test_a_kill_between_vendor_layers_changes_nothing(
+    run: Launch, reference: Launch, script: Path, kill: str
+) -> None:
+    """Layers and optimizer of Transformer Engine, as scripts have them by default."""
+    pytest.importorskip("transformer_engine")
+    check_same(run, reference, replace(spec_of(script, *VENDOR), kills=(kill,)), alive=3)
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:forward")
