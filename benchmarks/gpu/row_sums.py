@@ -62,12 +62,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _seconds(
     device: Device, combine: Combine, rows: torch.Tensor, own: torch.Tensor, rank: int
 ) -> float:
-    """Median seconds of a sum; the loop overwrites rows, which does not change its time."""
-    out, seconds = torch.empty_like(own), []
-    for _ in range(REPEATS):
+    """Seconds of a sum, of many in a row; the loop overwrites rows, which changes no time."""
+    out = torch.empty_like(own)
+    for _ in range(2):
         device.synchronize()
         began_s = time.monotonic()
-        combine(rows, own, out, rank, False)
+        for _ in range(REPEATS):
+            combine(rows, own, out, rank, False)
         device.synchronize()
-        seconds.append(time.monotonic() - began_s)
-    return sorted(seconds)[REPEATS // 2]
+        seconds = (time.monotonic() - began_s) / REPEATS
+    return seconds

@@ -3,6 +3,7 @@
 A GPU copies to pinned memory itself, at the speed of its bus, while the host's processors compute.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class PinnedBlocks:
             error = runtime.cudaHostRegister(self._address + begin, end - begin, 0)
             if int(error):
                 self.refused = str(runtime.cudaGetErrorString(error))
+                _take_error()
             else:
                 self._ends.append(end)
 
@@ -47,3 +49,9 @@ class PinnedBlocks:
         self._ends.pop()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(self._address + self._ends[-1])
+
+
+def _take_error() -> None:
+    """CUDA reports the last error of a thread again behind its next kernel: have that here."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

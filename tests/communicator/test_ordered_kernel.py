@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from elaswave_plugin.communicator.device.ordered_kernel import (
+    PLACES,
     SOURCE,
     THREADS,
     CombineKernels,
@@ -53,7 +54,7 @@ extern "C" void launch(void* kernel, int blocks, int threads, const void* rows, 
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels, compiled by g++."""
     folder = tmp_path_factory.mktemp("kernel")
-    (folder / "kernel.cpp").write_text(BEFORE + SOURCE + AFTER)
+    (folder / "kernel.cpp").write_text(f"#define PLACES {PLACES}\n{BEFORE}{SOURCE}{AFTER}")
     made = folder / "kernel.so"
     words = ["g++", "-O1", "-shared", "-fPIC", "-o", str(made), str(folder / "kernel.cpp")]
     subprocess.run(words, check=True, timeout=60)
@@ -90,7 +91,7 @@ def terms(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_all_widths_have_the_bits_of_the_loop(kernels: CombineKernels, dtype: torch.dtype) -> None:
-    for size, numel, multiply in product(range(2, 10), (1, THREADS, 1000), (False, True)):
+    for size, numel, multiply in product(range(2, 10), (1, THREADS, 2500), (False, True)):
         rows = terms(size, numel, dtype)
         for own_rank in range(size):
             own = rows[own_rank].clone()

@@ -328,13 +328,17 @@ def test_what_is_used_is_pinned_and_no_more(runtime: streams.Runtime) -> None:
     assert not runtime.pinned
 
 
-def test_what_cuda_refuses_stays_as_it_is(runtime: streams.Runtime) -> None:
+def test_what_cuda_refuses_stays_as_it_is(
+    runtime: streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(pinned_blocks, "_take_error", lambda: taken.append("error"))
     runtime.limit_bytes = 20_000
     blocks = PinnedBlocks(memoryview(mmap.mmap(-1, 100_000)))
     for _ in range(2):
         blocks.pin(60_000)
         assert list(runtime.pinned.values()) == [16_384]
-        assert blocks.refused == "out of memory"
+        assert (blocks.refused, taken) == ("out of memory", ["error"])
     blocks.free(0)
     assert not runtime.pinned
 

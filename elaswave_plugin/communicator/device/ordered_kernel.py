@@ -16,7 +16,7 @@ import torch
 # memory of `own`, becomes rows[0], rows[1], ... added up, with `own` in place of our row.
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, bool], None]
 
-THREADS = 256
+THREADS, PLACES = 256, 4
 _NAMES = (
     (torch.float32, "combine_float"),
     (torch.float64, "combine_double"),
@@ -38,19 +38,29 @@ static __device__ bits16 narrowed_bfloat16(float value) {
 static __device__ float same_float(float value) { return value; }
 static __device__ double same_double(double value) { return value; }
 
-#define COMBINE(NAME, STORED, COMPUTED, WIDENED, NARROWED)                                   \
+// A thread has several places, whose reads do not wait for each other.
+#define COMBINE(NAME, STORED, COMPUTED, WIDENED, NARROWED)                                    \
 extern "C" __global__ void combine_##NAME(const STORED* rows, const STORED* own, STORED* out, \
-                                          int numel, int size, int own_rank, int multiply) { \
-    long long place = (long long)blockIdx.x * blockDim.x + threadIdx.x;                       \
-    if (place >= numel) return;                                                               \
-    STORED ours = own[place];                                                                 \
-    STORED total = own_rank == 0 ? ours : rows[place];                                        \
-    for (int rank = 1; rank < size; ++rank) {                                                 \
-        STORED term = rank == own_rank ? ours : rows[(long long)rank * numel + place];        \
-        COMPUTED left = WIDENED(total), right = WIDENED(term);                                \
-        total = NARROWED(multiply ? left * right : left + right);                             \
+                                          int numel, int size, int own_rank, int multiply) {  \
+    long long first = (long long)blockIdx.x * blockDim.x * PLACES + threadIdx.x;              \
+    STORED total[PLACES] = {};                                                                \
+    for (int rank = 0; rank < size; ++rank) {                                                 \
+        const STORED* terms = rank == own_rank ? own : rows + (long long)rank * numel;        \
+        STORED term[PLACES];                                                                  \
+        for (int j = 0; j < PLACES; ++j) {                                                    \
+            long long place = first + (long long)j * blockDim.x;                              \
+            term[j] = place < numel ? terms[place] : (STORED)0;                               \
+        }                                                                                     \
+        for (int j = 0; j < PLACES; ++j) {                                                    \
+            COMPUTED left = WIDENED(total[j]), right = WIDENED(term[j]);                      \
+            STORED both = NARROWED(multiply ? left * right : left + right);                   \
+            total[j] = rank == 0 ? term[j] : both;                                            \
+        }                                                                                     \
     }                                                                                         \
-    out[place] = total;                                                                       \
+    for (int j = 0; j < PLACES; ++j) {                                                        \
+        long long place = first + (long long)j * blockDim.x;                                  \
+        if (place < numel) out[place] = total[j];                                             \
+    }                                                                                         \
 }
 
 COMBINE(float, float, float, same_float, same_float)
@@ -107,8 +117,8 @@ class CombineKernels:
             return
         if name not in self._made:
             compile_kernel: Any = torch.cuda._compile_kernel
-            self._made[name] = compile_kernel(_HALF + SOURCE, name)
+            self._made[name] = compile_kernel(f"#define PLACES {PLACES}\n{_HALF}{SOURCE}", name)
         size, numel = rows.shape
-        grid = (-(-numel // THREADS), 1, 1)
+        grid = (-(-numel // (THREADS * PLACES)), 1, 1)
         arguments = [rows, own, out, numel, size, own_rank, int(multiply)]
         self._made[name](grid=grid, block=(THREADS, 1, 1), args=arguments)
