@@ -21,7 +21,7 @@ REPEATS = 20
 
 def compare(device: Device, notes: Notes) -> None:
     """Add a chunk's rows both ways; a stand-in has no compiler for kernels and runs the loop."""
-    kernels: Combine = combine_in_a_loop if device.is_stand_in else CombineKernels()
+    kernels: Combine = combine_in_a_loop if device.is_stand_in else CombineKernels(members=2)
     chunk = SMALL_BYTES if device.is_stand_in else CHUNK_BYTES
     for dtype in DTYPES:
         for members in MEMBERS:

@@ -121,6 +121,7 @@ def _seal_s(device: Device, notes: Notes, name: str, size: int) -> float:
         reader.read_ranges([(0, piece.numpy().data.cast("B"))])
         same = torch.equal(piece, shard[: piece.numel()].cpu())
         notes.check(f"{name} a worker: the seal holds the bits of the device", same)
+        pool.close()
         del pool, reader
     notes.say(f"{name} a worker: the first seal of each buffer took {seconds[0]:.3f} s")
     return sorted(seconds[2:])[REPEATS // 2]

@@ -204,6 +204,11 @@ class SnapshotPool:
         """
         self._last = buffer
 
+    def close(self) -> None:
+        """Have no memory pinned any more; the end of the process does the same."""
+        for pins in self._pins:
+            pins.free(0)
+
     def reader(self, buffer: int) -> Callable[[int, memoryview], None]:
         """A function that copies bytes at an offset of a buffer's body into a view."""
         source = memoryview(self._maps[buffer])[BODY_OFFSET:]

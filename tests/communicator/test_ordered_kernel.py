@@ -76,7 +76,7 @@ def kernels(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CombineKer
         return launch
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
-    return CombineKernels()
+    return CombineKernels(members=2)
 
 
 def terms(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -113,10 +113,12 @@ def test_the_order_of_the_ranks_is_seen(kernels: CombineKernels) -> None:
     assert not same_bits(*sums)
 
 
-def test_other_floats_are_added_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("members", "dtype"), [(9, torch.complex64), (7, torch.float32)])
+def test_other_floats_and_few_rows_are_added_in_a_loop(
+    monkeypatch: pytest.MonkeyPatch, members: int, dtype: torch.dtype
+) -> None:
     """Nothing is compiled for them, nor can be here."""
     monkeypatch.delattr(torch.cuda, "_compile_kernel")
-    rows = torch.ones(3, 4, dtype=torch.complex64)
-    found = torch.empty(4, dtype=torch.complex64)
+    rows, found = torch.ones(members, 4, dtype=dtype), torch.empty(4, dtype=dtype)
     CombineKernels()(rows, rows[1].clone(), found, 1, False)
-    assert found.tolist() == [3] * 4
+    assert found.tolist() == [members] * 4

@@ -367,5 +367,8 @@ def test_memory_is_given_back_once_no_gpu_writes_to_it(
         pool.begin_seal(step=1, parts=[part], **asked)()
         torch.cuda.synchronize()
     assert len(given_back) == 3
+    assert runtime.pinned
+    pool.close()
+    assert not runtime.pinned
     for fd in fds:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""Adds the rows of a chunk in rank order: a loop over the rows, or one kernel of a GPU.
+"""Adds the rows of a chunk in rank order: a loop over the rows, or for many one kernel of a GPU.
 
 Both round after each term, so that their bits are the same; the kernel reads each element once and
 writes one for all rows.
@@ -17,6 +17,8 @@ import torch
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, bool], None]
 
 THREADS, PLACES = 256, 4
+# For fewer, the loop is faster (benchmarks/gpu/results/h100.json).
+KERNEL_MEMBERS = 8
 _NAMES = (
     (torch.float32, "combine_float"),
     (torch.float64, "combine_double"),
@@ -100,6 +102,7 @@ def combine_in_a_loop(
 class CombineKernels:
     """`Combine` by kernels, which CUDA's compiler makes when the first sum of a kind is made."""
 
+    members: int = KERNEL_MEMBERS
     _made: dict[str, Any] = field(default_factory=dict)
 
     def __call__(
@@ -110,9 +113,9 @@ class CombineKernels:
         own_rank: int,
         multiply: bool,
     ) -> None:
-        """See `Combine`; floats of other sizes are added in a loop."""
+        """See `Combine`; few rows, and floats of other sizes, are added in a loop."""
         name = dict(_NAMES).get(out.dtype)
-        if name is None:
+        if name is None or len(rows) < self.members:
             combine_in_a_loop(rows, own, out, own_rank, multiply)
             return
         if name not in self._made:
