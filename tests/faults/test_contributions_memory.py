@@ -18,14 +18,14 @@ Probe({STEPS + 1}).watch()
 # A copy of the gradients for each contribution, held until the step is reduced.
 COPIES = """
 from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
-ship, drop, copies = GradientReduction.ship, GradientReduction.drop, []
-def ship_a_copy(reduction, contribution):
-    copies.append([bucket.grad_data.clone() for bucket in reduction._buckets()])
-    ship(reduction, contribution)
+send_off, drop, copies = GradientReduction._send_off, GradientReduction.drop, []
+def send_a_copy_off(reduction, bucket, departure):
+    copies.append(bucket.grad_data.clone())
+    send_off(reduction, bucket, departure)
 def drop_all(reduction):
     copies.clear()
     drop(reduction)
-GradientReduction.ship, GradientReduction.drop = ship_a_copy, drop_all
+GradientReduction._send_off, GradientReduction.drop = send_a_copy_off, drop_all
 """
 
 

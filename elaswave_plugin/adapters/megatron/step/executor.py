@@ -7,6 +7,7 @@ micro-batches that a replica had at launch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -95,11 +96,14 @@ def run_contributions(
                 # What was added up before has left during the forward pass.
                 reduction.await_sent()
                 model.zero_grad_buffer()
+            ships = apart and not (contribution.whole and contribution is contributions[-1])
+            is_last = order == len(contribution.microbatches) - 1
             # Inside, no bucket is reduced; what is zeroed forgets that.
-            with model.no_sync():
+            with (
+                model.no_sync(),
+                reduction.shipping(contribution) if ships and is_last else nullcontext(),
+            ):
                 backward_step(None, output, None, config)
-        if apart and not (contribution.whole and contribution is contributions[-1]):
-            reduction.ship(contribution)
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             [model], num_tokens if config.calculate_per_token_loss else None

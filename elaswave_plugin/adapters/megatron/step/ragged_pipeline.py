@@ -8,7 +8,7 @@ the samples differently, and tagged by the first sample.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -169,20 +169,39 @@ class RaggedPipeline:
         """Run a backward, or the weight gradients that it put off."""
         contribution = self._select(op, accumulators)
         piece = op.chunk, op.start
-        if op.kind == WEIGHTS:
-            self._stopwatch.operations.enter()
-            begun = self._stopwatch.mark()
-            self._weight_gradients.compute(piece)
-            count = (op.stop - op.start) * len(layer_numbers([self._chunks[op.chunk]]))
-            self._stopwatch.lap(LAYER, WEIGHT_PASS, begun, count=max(1, count))
-            self._stopwatch.operations.leave()
-        elif self._flow.is_split:
-            with self._weight_gradients.put_off(piece):
+        with self._departing(contribution, op, accumulators):
+            if op.kind == WEIGHTS:
+                self._stopwatch.operations.enter()
+                begun = self._stopwatch.mark()
+                self._weight_gradients.compute(piece)
+                count = (op.stop - op.start) * len(layer_numbers([self._chunks[op.chunk]]))
+                self._stopwatch.lap(LAYER, WEIGHT_PASS, begun, count=max(1, count))
+                self._stopwatch.operations.leave()
+            elif self._flow.is_split:
+                with self._weight_gradients.put_off(piece):
+                    self._backward(op)
+            else:
                 self._backward(op)
-        else:
-            self._backward(op)
-        if contribution is not None and op.kind == self._last_kind:
-            self._ship_when_complete(contribution, accumulators)
+
+    @contextmanager
+    def _departing(
+        self, one: Contribution | None, op: Op, accumulators: GradAccumulators
+    ) -> Iterator[None]:
+        """Send a contribution off with the last of its operations.
+
+        Each chunk runs its micro-batches in rising order, as its sum is defined.
+        """
+        if one is None or op.kind != self._last_kind:
+            yield
+            return
+        first = one.microbatches[0]
+        self._left[first] -= 1
+        if self._left[first] or one == self._in_place:
+            yield
+            return
+        with self._reduction.shipping(one):
+            yield
+        accumulators.release(first)
 
     def _select(self, op: Op, accumulators: GradAccumulators) -> Contribution | None:
         """Have gradients added to the contribution that an operation is part of, if to one."""
@@ -199,14 +218,6 @@ class RaggedPipeline:
         input_gradient = backward_step(arrived, output, gradient, self._config)
         if input_gradient is not None:
             self._send(input_gradient, op, part - 1)
-
-    def _ship_when_complete(self, one: Contribution, accumulators: GradAccumulators) -> None:
-        """Each chunk runs a contribution's micro-batches in rising order, as its sum is defined."""
-        first = one.microbatches[0]
-        self._left[first] -= 1
-        if not self._left[first] and one != self._in_place:
-            self._reduction.ship(one)
-            accumulators.release(first)
 
     def _part_of(self, op: Op) -> int:
         """The place of an operation's layers in the model: its virtual stage."""

@@ -6,8 +6,9 @@ exact mode, each contribution is shipped to the shard owners as soon as it is co
 fold them all.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from elaswave_plugin.communicator.groups import tagged, term_sums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
+from elaswave_plugin.errors import ConfigurationError
 
 # Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
 SLICE_ELEMENTS = 1 << 20
@@ -27,6 +29,30 @@ class _Slice(NamedTuple):
 
     bucket: int
     cut: slice
+
+
+class _Departure:
+    """The buckets of a contribution that have left, and what the others wait for."""
+
+    def __init__(self, contribution: Contribution, usual: Mapping[Any, int]) -> None:
+        """``usual``: gradients that a pass makes, by parameter, as passes before have shown."""
+        self.contribution = contribution
+        self.left: set[Any] = set()
+        self.made = Counter[Any]()
+        self._usual = usual
+
+    def completes(self, parameter: Any, bucket: Any) -> bool:
+        """Note a gradient; true where it was the last one of the bucket.
+
+        Raises ConfigurationError where the bucket has left.
+        """
+        if bucket in self.left:
+            raise ConfigurationError(
+                "a parameter got more gradients in a pass than in the one before, and those before"
+                " were sent: run the script without --overlap-grad-reduce"
+            )
+        self.made[parameter] += 1
+        return all(self.made[one] == self._usual.get(one) for one in bucket.params)
 
 
 class GradientReduction:
@@ -62,6 +88,8 @@ class GradientReduction:
         self._slices: list[_Slice] = []
         self._arriving: dict[int, dict[int, tagged.Arriving]] = {}
         self._sends: list[tuple[ElasticWork, torch.Tensor]] = []
+        self._departure: _Departure | None = None
+        self._usual: dict[Any, int] = {}
         self.watch(chunks)
 
     def watch(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -72,6 +100,7 @@ class GradientReduction:
             if group not in known:
                 group.start_grad_sync = self._starting(group.start_grad_sync)
                 group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
+                group.register_grad_ready = self._readying(group, group.register_grad_ready)
 
     def set_dataflow(
         self, dataflow: Dataflow | None, ranks: tuple[int, ...], *, native: bool
@@ -119,18 +148,31 @@ class GradientReduction:
                 work = term_sums.add_terms(total, self._group, terms=parts)
                 self._sums[index, term.replica] = total, work
 
-    def ship(self, contribution: Contribution) -> None:
-        """Send the gradients now in the buffers to the shard owners, as one contribution.
+    @contextmanager
+    def shipping(self, contribution: Contribution) -> Iterator[None]:
+        """Send what the buffers hold after the pass inside to the shard owners: one contribution.
 
-        They leave from where they are: see `await_sent`.
+        A bucket leaves as soon as the pass has completed it, where the script has reductions
+        overlap the passes, else behind it. They leave from where they are: see `await_sent`.
         """
+        departure = self._departure = _Departure(contribution, self._usual)
+        try:
+            yield
+        finally:
+            self._departure = None
+        self._usual.update(departure.made)
         self._check_gradients()
-        for index, bucket in enumerate(self._buckets()):
-            for rank in range(len(self._ranks)):
-                piece = self._shard(bucket, rank)
-                tag = self._tag(index, contribution.microbatches[0])
-                work = term_sums.send_term(piece, self._group, rank=rank, tag=tag)
-                self._sends.append((work, piece))
+        for bucket in self._buckets():
+            if bucket not in departure.left:
+                self._send_off(bucket, departure)
+
+    def _send_off(self, bucket: Any, departure: "_Departure") -> None:
+        departure.left.add(bucket)
+        tag = self._tag(self._buckets().index(bucket), departure.contribution.microbatches[0])
+        for rank in range(len(self._ranks)):
+            piece = self._shard(bucket, rank)
+            work = term_sums.send_term(piece, self._group, rank=rank, tag=tag)
+            self._sends.append((work, piece))
 
     def await_sent(self) -> None:
         """Wait until all that was shipped has left, so that its memory may be written again."""
@@ -158,6 +200,17 @@ class GradientReduction:
     def _tag(self, bucket: int, number: int) -> int:
         """A contribution's by its first micro-batch; beyond the last bucket, a whole replica's."""
         return bucket * self._num_microbatches + number
+
+    def _readying(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
+        def register_grad_ready(param: Any, force_all_reduce: bool | None = False) -> None:
+            native(param, force_all_reduce)
+            departure = self._departure
+            if departure is not None:
+                bucket = group.param_to_bucket[param]
+                if departure.completes(param, bucket):
+                    self._send_off(bucket, departure)
+
+        return register_grad_ready
 
     def _starting(self, native: Callable[..., None]) -> Callable[..., None]:
         def start_grad_sync(force_all_reduce: bool | None = False) -> None:
