@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from torch.distributed import AllToAllOptions, Work
 
-from elaswave_plugin.communicator.groups import tagged, term_sums
+from elaswave_plugin.communicator.groups import term_sums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
@@ -83,10 +84,10 @@ class GradientReduction:
         self._in_place: dict[int, int] = {}
         # By bucket and lost replica: the sum of what it contributes to the own shard.
         self._sums: dict[tuple[int, int], tuple[torch.Tensor, ElasticWork]] = {}
-        # The slices of this step's sums, and by slice and replica those that are in the gradients
-        # of others.
+        # The slices of this step's sums, and by slice on their way: the replicas that are in the
+        # gradients of others.
         self._slices: list[_Slice] = []
-        self._arriving: dict[int, dict[int, tagged.Arriving]] = {}
+        self._arriving: dict[int, tuple[Work, dict[int, torch.Tensor]]] = {}
         self._sends: list[tuple[ElasticWork, torch.Tensor]] = []
         self._departure: _Departure | None = None
         self._usual: dict[Any, int] = {}
@@ -198,7 +199,7 @@ class GradientReduction:
         return piece
 
     def _tag(self, bucket: int, number: int) -> int:
-        """A contribution's by its first micro-batch; beyond the last bucket, a whole replica's."""
+        """A contribution's by its first micro-batch."""
         return bucket * self._num_microbatches + number
 
     def _readying(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
@@ -245,24 +246,27 @@ class GradientReduction:
         return finish_grad_sync
 
     def _exchange(self, number: int) -> None:
-        """Send a slice of the replica in the gradients to its owners, ask for that of others."""
+        """Have a slice of the replicas that are in the gradients of others, who get ours.
+
+        By the group's own all-to-all, so over NCCL where it uses that.
+        """
         index, cut = self._slices[number]
         bucket = self._buckets()[index]
         me, mine = self._group.rank(), self._in_place.get(self._slot)
         if mine is not None and cut.start == 0 and bucket.gradient_scaling_factor != 1.0:
             bucket.grad_data *= bucket.gradient_scaling_factor
-        self._arriving[number] = {}
-        tag = self._tag(len(self._buckets()), number)
+        own = self._shard(bucket, me)[cut]
+        nothing, arriving = own[:0], {}
+        outs, ins = [], []
         for rank, slot in enumerate(self._ranks):
             theirs = self._in_place.get(slot)
-            if rank != me and theirs is not None:
-                space = torch.empty_like(self._shard(bucket, me)[cut])
-                self._arriving[number][theirs] = tagged.receive(
-                    space, self._group, rank=rank, tag=tag
-                )
-            if rank != me and mine is not None:
-                piece = self._shard(bucket, rank)[cut]
-                self._sends.append((tagged.send(piece, self._group, rank=rank, tag=tag), piece))
+            comes = rank != me and theirs is not None
+            outs.append(torch.empty_like(own) if comes else nothing)
+            if theirs is not None and comes:
+                arriving[theirs] = outs[-1]
+            goes = rank != me and mine is not None
+            ins.append(self._shard(bucket, rank)[cut] if goes else nothing)
+        self._arriving[number] = self._group.alltoall(outs, ins, AllToAllOptions()), arriving
 
     def _fold(self, index: int) -> None:
         """Add all replicas' parts of this worker's shard of a bucket in canonical order.
@@ -289,12 +293,14 @@ class GradientReduction:
     def _fold_slice(self, number: int, one: _Slice) -> None:
         bucket = self._buckets()[one.bucket]
         own, mine = self._shard(bucket, self._group.rank())[one.cut], self._in_place.get(self._slot)
+        work, arrived = self._arriving.pop(number)
+        work.wait()
         total: torch.Tensor | None = None
         for term in self._terms:
             if term.replica == mine:
                 replica = own
-            elif term.replica in self._arriving[number]:
-                replica = self._arriving[number].pop(term.replica).wait()
+            elif term.replica in arrived:
+                replica = arrived.pop(term.replica)
             else:
                 summed, work = self._sums[one.bucket, term.replica]
                 work.wait()
