@@ -16,6 +16,7 @@ LONG = (
     "tests/core/test_agreement_mixed.py",
     "tests/core/test_agreement_random.py",
     "tests/core/test_docstrings.py",
+    "tests/core/test_explore.py",
     "tests/core/test_long_jobs.py",
     "tests/core/test_pipeline_flow.py",
     "tests/core/test_planner_joint.py",

@@ -1,0 +1,26 @@
+"""The explorer reaches all states of a small job, and sees each rule that is taken away."""
+
+import pytest
+
+from tests.explore.sabotages import SABOTAGES, without
+from tests.explore.search import Broken, explore
+
+
+def test_two_nodes_and_two_faults_in_any_order() -> None:
+    found = explore((0, 1), faults=2, most_states=5000)
+    assert found.is_complete
+    assert found.states > 400
+    assert found.faults.keys() == {"kill", "exit", "sunder", "respawn", "join"}
+
+
+def test_states_are_told_apart_by_what_may_happen_only() -> None:
+    """Twice the same, however they are counted."""
+    first, second = (explore((0, 1, 2), faults=1, most_states=5000) for _ in range(2))
+    assert first == second
+    assert first.is_complete
+
+
+@pytest.mark.parametrize("rule", SABOTAGES)
+def test_a_rule_that_is_taken_away_is_seen(rule: str) -> None:
+    with without(rule), pytest.raises(Broken, match="after: "):
+        explore((0, 0, 1), faults=2, most_states=15_000)
