@@ -37,8 +37,8 @@ def _compare(
     began_s = time.monotonic()
     found = {}
     for multiply in (False, True):
-        wanted, made, host = torch.empty_like(own), torch.empty_like(own), torch.empty_like(own)
-        host = host.cpu()
+        wanted, made = torch.empty_like(own), torch.empty_like(own)
+        host = torch.empty_like(own, device="cpu")
         combine_in_a_loop(rows.clone(), own, wanted, rank, multiply)
         kernels(rows.clone(), own, made, rank, multiply)
         combine_in_a_loop(rows.cpu(), own.cpu(), host, rank, multiply)

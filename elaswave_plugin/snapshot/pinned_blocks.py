@@ -52,6 +52,9 @@ class PinnedBlocks:
 
 
 def _take_error() -> None:
-    """CUDA reports the last error of a thread again behind its next kernel: have that here."""
+    """CUDA reports the last error of a thread again behind its next kernel: have that here.
+
+    An error of the device itself would be reported again and again.
+    """
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")

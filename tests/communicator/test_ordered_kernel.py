@@ -16,12 +16,7 @@ from elaswave_plugin.communicator.device.ordered_kernel import (
 )
 from tests.communicator.test_process_group import same_bits
 
-FLOATS = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "half",
-}
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # What a CUDA compiler has of its own, for the CPU's: one thread does all places of a grid.
 BEFORE = """
 #include <cstring>

@@ -1,7 +1,6 @@
 """Takes a rule of the agreement away: what the explorer has to see."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -57,10 +56,3 @@ SABOTAGES: Mapping[str, Callable[[], Any]] = {
     "lineage": _without_lineage,
     "losses of others": _without_losses_of_others,
 }
-
-
-@contextmanager
-def without(rule: str) -> Iterator[None]:
-    """Run what is inside without a rule."""
-    with SABOTAGES[rule]():
-        yield

@@ -9,9 +9,6 @@ from elaswave_plugin.testing import Cluster
 from tests.core.test_agreement_cuts import check, come_to_rest, exit_who_is_over, sealed_job
 from tests.explore.states import Digests, fork
 
-# A quiet job hears of silence, and of what it has waited for, by then.
-TICK_S = 3.0
-
 
 class Broken(AssertionError):
     """A rule does not hold in a state; `path`: what led there."""
@@ -41,9 +38,9 @@ def explore(
 ) -> Found:
     """Visit each state once, deepest first; raises Broken.
 
-    ``faults``: of a path at most, a death, the end of a trainer or its return, a cut of
-    a link, a newcomer. What
-    is under way may be delivered in any order, and stopped trainers may answer at any time.
+    ``faults``: of a path at most: a death, the end of a trainer or its return, a cut of a link, a
+    newcomer. What is under way may be delivered in any order, and stopped trainers may answer at
+    any time.
     """
     found, seen, digests = Found(), set[bytes](), Digests()
     end_s = time.monotonic() + most_s

@@ -113,13 +113,16 @@ class CombineKernels:
         own_rank: int,
         multiply: bool,
     ) -> None:
-        """See `Combine`; few rows, and floats of other sizes, are added in a loop."""
+        """See `Combine`; few rows, and floats of other sizes, are added in a loop.
+
+        So are all where this torch does not have its compiler, which is not public.
+        """
         name = dict(_NAMES).get(out.dtype)
-        if name is None or len(rows) < self.members:
+        compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
+        if name is None or len(rows) < self.members or compile_kernel is None:
             combine_in_a_loop(rows, own, out, own_rank, multiply)
             return
         if name not in self._made:
-            compile_kernel: Any = torch.cuda._compile_kernel
             self._made[name] = compile_kernel(f"#define PLACES {PLACES}\n{_HALF}{SOURCE}", name)
         size, numel = rows.shape
         grid = (-(-numel // (THREADS * PLACES)), 1, 1)

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.device_count(), reason="no CUDA device on this machine"),
 ]
 
-
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 VENDOR = ("--bf16", "--transformer-impl", "transformer_engine")
 STEPS, SAVED_STEP = 6, 4

@@ -2,8 +2,8 @@
 
 The reduce-scatter of our groups already adds the replicas in rank order, over NCCL too in exact
 mode, which while healthy is the canonical order of ``core/step/sum_order.py``. After a loss, in
-exact mode, each contribution is shipped to the shard owners as soon as it is complete, and they
-fold them all.
+exact mode, each contribution is shipped to the shard owners bucket by bucket as a pass completes
+it, and they fold them all.
 """
 
 from collections import Counter
@@ -96,6 +96,8 @@ class GradientReduction:
     def watch(self, chunks: Sequence[DistributedDataParallel]) -> None:
         """Stand before the bucket groups that the model has now."""
         known, self._bucket_groups = self._bucket_groups, []
+        # Layers that have moved away would stay in memory by it.
+        self._usual.clear()
         for group in (group for chunk in chunks for group in chunk.bucket_groups):
             self._bucket_groups.append(group)
             if group not in known:
@@ -203,8 +205,8 @@ class GradientReduction:
         return bucket * self._num_microbatches + number
 
     def _readying(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
-        def register_grad_ready(param: Any, force_all_reduce: bool | None = False) -> None:
-            native(param, force_all_reduce)
+        def register_grad_ready(param: Any, *args: Any, **kwargs: Any) -> None:
+            native(param, *args, **kwargs)
             departure = self._departure
             if departure is not None:
                 bucket = group.param_to_bucket[param]
