@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ found.data[:5] = b"there"
 
 def _open() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_of_others() -> Iterator[None]:
+    """Threads of another test are gone: they would close descriptors while one is counting."""
+    _await_threads()
+    yield
+    _await_threads()
 
 
 def test_another_process_writes_what_this_one_reads() -> None:
