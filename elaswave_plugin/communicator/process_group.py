@@ -14,7 +14,6 @@ from elaswave_plugin.communicator.device.ordered_calls import OrderedProcessGrou
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable
-from elaswave_plugin.core.agreement.view import fill_holes
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 from elaswave_plugin.core.layout.group_rules import GroupEdit
 from elaswave_plugin.errors import ConfigurationError
@@ -98,7 +97,10 @@ class GroupTable:
         """Take the dead slots out of every group; WORLD becomes `view_ranks`."""
         self.edit_groups(
             view_ranks,
-            {name: GroupEdit(fill_holes(slots, dead)) for name, slots in self.members().items()},
+            {
+                name: GroupEdit(tuple(slot for slot in slots if slot not in dead))
+                for name, slots in self.members().items()
+            },
         )
 
     def members(self) -> dict[str, tuple[int, ...]]:

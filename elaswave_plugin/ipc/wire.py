@@ -273,7 +273,7 @@ def connect(address: str, timeout_s: float, check: Check | None = None) -> socke
         sock.setblocking(False)
         code = sock.connect_ex((host, int(port)))
         if code == errno.EINPROGRESS:
-            _await_writable(sock, time.monotonic() + timeout_s, check)
+            _await(sock, select.POLLOUT, time.monotonic() + timeout_s, check)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
@@ -316,9 +316,22 @@ def _object(data: bytearray) -> Frame:
     return frame
 
 
-def _await_writable(sock: socket.socket, deadline_s: float, check: Check | None) -> None:
+def receive_descriptor(sock: socket.socket, timeout_s: float, check: Check | None = None) -> int:
+    """Take the descriptor that the peer of a Unix socket sends with a byte of its own.
+
+    Raises TimeoutError, ConnectionError where none comes, and what `check` raises.
+    """
+    _await(sock, select.POLLIN, time.monotonic() + timeout_s, check)
+    _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    if not fds:
+        raise ConnectionError("no descriptor came")
+    os.set_inheritable(fds[0], False)
+    return fds[0]
+
+
+def _await(sock: socket.socket, event: int, deadline_s: float, check: Check | None) -> None:
     poll = select.poll()
-    poll.register(sock, select.POLLOUT)
+    poll.register(sock, event)
     while (wait_s := deadline_s - time.monotonic()) > 0:
         if check is not None:
             check()

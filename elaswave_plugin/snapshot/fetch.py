@@ -1,16 +1,46 @@
-"""Reads sealed snapshot bytes from a supervisor (standard library only)."""
+"""Reads sealed snapshot bytes that a supervisor has: in place on its node, else over the network.
+
+On the same node the supervisor hands over a descriptor of the memory, and nothing goes through a
+socket; what is overwritten while it is read fails its checksum. Standard library only.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections import deque
 from types import TracebackType
+from typing import NamedTuple
 
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.ipc.handshake import Kind, prove
+from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.ipc.wire import Check, connect, receive_frame, receive_into, send_frame
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.ipc.wire import (
+    Check,
+    connect,
+    receive_descriptor,
+    receive_frame,
+    receive_into,
+    send_frame,
+)
+
+
+class _Sealed(NamedTuple):
+    """The names of a sealed snapshot, as requests have them."""
+
+    owner: int
+    step: int
+    epoch: int
+
+
+class _Memory(NamedTuple):
+    """A descriptor of its memory, and the bytes that may be asked for."""
+
+    fd: int
+    length: int
 
 
 class Fetcher:
@@ -28,8 +58,9 @@ class Fetcher:
         self._check = check
         # What was asked for ahead of its fetch.
         self._asked: deque[dict[str, int]] = deque()
+        self._memory: dict[_Sealed, _Memory] = {}
         try:
-            self._sock: socket.socket = connect(address, timeout_s, check)
+            self._sock: socket.socket = _connect_near(address) or connect(address, timeout_s, check)
             try:
                 prove(self._sock, secret, Kind.SERVER, timeout_s=timeout_s, check=check)
             except BaseException:
@@ -42,6 +73,8 @@ class Fetcher:
         self, *, owner: int, step: int, epoch: int, offset: int, length: int, timeout_s: float
     ) -> None:
         """Ask for what a later fetch takes, so that it is on its way by then; raises LinkError."""
+        if self._is_near:
+            return
         request = {"owner": owner, "step": step, "epoch": epoch, "offset": offset}
         request["length"] = length
         try:
@@ -62,31 +95,67 @@ class Fetcher:
         What was asked for ahead is fetched in the order in which it was asked for.
         Raises LinkError where the bytes are not there or the supervisor does not deliver in time.
         """
+        sealed, view = _Sealed(owner, step, epoch), into.cast("B")
         what = f"snapshot of worker {owner} at step {step} (view {epoch})"
+        take = self._read if self._is_near else self._receive
+        try:
+            refusal = take(sealed, offset, view, timeout_s)
+        except OSError as error:
+            raise LinkError(
+                f"{what} did not come from the supervisor at {self.address}: {error}"
+            ) from error
+        if refusal is not None:
+            raise LinkError(f"{what}: supervisor at {self.address} answers: {refusal}")
+
+    @property
+    def _is_near(self) -> bool:
+        return self._sock.family is socket.AF_UNIX
+
+    def _receive(
+        self, sealed: _Sealed, offset: int, view: memoryview, timeout_s: float
+    ) -> str | None:
+        """Take the bytes from the connection; returns the refusal that came in their place."""
         deadline_s = time.monotonic() + timeout_s
-        view = into.cast("B")
-        wanted = {"owner": owner, "step": step, "epoch": epoch, "offset": offset}
-        wanted["length"] = len(view)
+        wanted = {**sealed._asdict(), "offset": offset, "length": len(view)}
         if not self._asked:
             self.ask(**wanted, timeout_s=timeout_s)
         asked = self._asked.popleft()
         if asked != wanted:
             raise AssertionError(f"asked for {asked}, fetched {wanted}")
-        try:
+        self._sock.settimeout(timeout_s)
+        answer = receive_frame(self._sock, timeout_s, self._check)
+        if "error" not in answer:
+            receive_into(self._sock, view, deadline_s, self._check)
+        return answer.get("error")
+
+    def _read(self, sealed: _Sealed, offset: int, view: memoryview, timeout_s: float) -> str | None:
+        """Read the bytes from the memory; returns the refusal of one that does not share it."""
+        if sealed not in self._memory:
             self._sock.settimeout(timeout_s)
+            send_frame(self._sock, {"t": "share", **sealed._asdict()})
             answer = receive_frame(self._sock, timeout_s, self._check)
-            if "error" not in answer:
-                receive_into(self._sock, view, deadline_s, self._check)
-        except OSError as error:
-            raise LinkError(
-                f"{what} did not come from the supervisor at {self.address}: {error}"
-            ) from error
-        if "error" in answer:
-            raise LinkError(f"{what}: supervisor at {self.address} answers: {answer['error']}")
+            if "error" in answer:
+                return str(answer["error"])
+            fd = receive_descriptor(self._sock, timeout_s, self._check)
+            self._memory[sealed] = _Memory(fd, int(answer["length"]))
+        fd, length = self._memory[sealed]
+        if (end := offset + len(view)) > length:
+            return f"bytes {offset}..{end} of a snapshot of {length} bytes"
+        if self._check is not None:
+            self._check()
+        while len(view):
+            count = os.preadv(fd, [view], BODY_OFFSET + end - len(view))
+            if not count:
+                raise ConnectionError(f"snapshot memory ends {len(view)} bytes before byte {end}")
+            view = view[count:]
+        return None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and let go of the memory."""
         self._sock.close()
+        for memory in self._memory.values():
+            os.close(memory.fd)
+        self._memory.clear()
 
     def __enter__(self) -> Fetcher:
         return self
@@ -98,3 +167,16 @@ class Fetcher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _connect_near(address: str) -> socket.socket | None:
+    """A connection by the Unix socket that a supervisor of this node has beside its address."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(near_name(address))
+    except OSError:  # none is there, or its queue is full: by its address, which is waited for
+        sock.close()
+        return None
+    sock.setblocking(True)
+    return sock

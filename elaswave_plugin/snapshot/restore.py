@@ -21,6 +21,7 @@ from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
 from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.untouched import untouched_zeros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def read_parts(
     """
     shard_group = plan.shard_group_of(slot)
     numel = 0 if shard_group is None else plan.after(shard_group).shard_numel
-    payload = torch.zeros(len(parts), numel, dtype=torch.float32)
+    payload = untouched_zeros(len(parts), numel)
     target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
     fetched_bytes = 0
     for source, pieces in plan.pieces(slot):

@@ -118,6 +118,8 @@ class SnapshotServer:
                     request = receive_frame(sock, IDLE_S, longest_bytes=_REQUEST_BYTES)
                     if request["t"] == "fetch":
                         self._answer_fetch(sock, request)
+                    elif request["t"] == "share":
+                        self._share(sock, request)
                     elif request["t"] == "hold":
                         self._hold(sock, request)
                     elif request["t"] == "copy":
@@ -136,10 +138,28 @@ class SnapshotServer:
             except _MALFORMED as error:
                 self._strangers.refuse(f"no request: {error!r:.200}")
 
-    def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
+    def _open(self, sock: socket.socket, request: Frame) -> tuple[int, int] | None:
+        """Find what is asked for, or answer that it is not here."""
         found = self._store.open(**{name: request[name] for name in ("owner", "step", "epoch")})
         if found is None:
             send_frame(sock, {"t": "bytes", "error": "no such sealed snapshot here"})
+        return found
+
+    def _share(self, sock: socket.socket, request: Frame) -> None:
+        """Hand the memory itself to a process of this node."""
+        found = self._open(sock, request)
+        if found is None:
+            return
+        fd, length = found
+        try:
+            send_frame(sock, {"t": "shared", "length": length})
+            socket.send_fds(sock, [b"\0"], [fd])
+        finally:
+            os.close(fd)
+
+    def _answer_fetch(self, sock: socket.socket, request: Frame) -> None:
+        found = self._open(sock, request)
+        if found is None:
             return
         fd, length = found
         try:

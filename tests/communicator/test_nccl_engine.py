@@ -16,6 +16,7 @@ from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.core.layout.group_rules import GroupEdit
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from tests.communicator.native_groups import RecordedGroup, RecordingMaker, StartDetached, reduce
 from tests.job_secret import SECRET
@@ -243,13 +244,27 @@ def test_a_shrink_that_was_never_made_is_superseded() -> None:
     one.links.close()
 
 
-def test_no_shrink_when_the_last_rank_takes_the_hole() -> None:
+def test_the_loss_of_one_in_the_middle_is_a_shrink() -> None:
+    one = StartDetached(shrinks=True)
+    group = one.group("dp")
+    reduce(group)
+    one.change(2, (0, 2), {1})
+    reduce(group)
+    assert "dp@1.shrink[1]" in one.maker.log
+    one.links.close()
+
+
+def test_no_shrink_where_members_change_their_order() -> None:
     one = StartDetached(shrinks=True)
     one.open(2, (0, 1, 2, 3))
     group = one.group("dp", (0, 1, 2, 3))
     reduce(group)
     one.maker.take()
-    one.change(3, (0, 3, 2), {1})
+    one.links.interrupt(3, "test")
+    answers = one.answers((0, 2, 3))
+    one.open(3, (0, 2, 3))
+    one.table.edit_groups((0, 2, 3), {"dp": GroupEdit((0, 3, 2))})
+    one.table.settle(answers)
     assert group.members == (0, 3, 2)
     reduce(group)
     assert one.maker.take() == ["dp@2.abort", "make dp@3 0/3", "dp@3.allreduce"]

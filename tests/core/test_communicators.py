@@ -57,7 +57,7 @@ def test_equal_point_to_point_counters_do_not_stand_in_the_way() -> None:
 def test_shrunk_when_the_rest_keeps_its_order() -> None:
     assert fate_of("tp@1", held(), (0, 1)).fate is Fate.SHRINK
     assert fate_of("tp@1", held(), (0, 2)).fate is Fate.SHRINK
-    assert fate_of("tp@1", held(), (2, 1)).fate is Fate.ABORT  # the last rank took the hole
+    assert fate_of("tp@1", held(), (2, 1)).fate is Fate.ABORT  # in another order
 
 
 def test_not_shrunk_where_it_cannot_be() -> None:

@@ -68,5 +68,5 @@ def test_leader_and_a_trainer_killed_at_once() -> None:
     cluster.run()
     for _ in range(2):
         cluster.do("quiesce all")
-    assert ranks(cluster, 1, 3) == [3, 1]
+    assert ranks(cluster, 1, 3) == [1, 3]
     finish(cluster, 1, 3)

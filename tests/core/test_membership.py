@@ -11,7 +11,6 @@ from elaswave_plugin.core.agreement.view import (
     FailureEvent,
     MembershipView,
     WorkerId,
-    fill_holes,
     first_view,
     next_view,
 )
@@ -22,10 +21,10 @@ def exited(slot: int, evidence: str = "killed by SIGKILL", at_s: float = 1.0) ->
     return FailureEvent(kind="exit", slot=slot, detected_at_s=at_s, evidence=evidence)
 
 
-def test_a_loss_moves_the_last_rank_into_the_hole_and_says_why() -> None:
+def test_a_loss_leaves_the_others_in_order_and_says_why() -> None:
     view = next_view(first_view((0, 0, 1, 1)), [exited(1)], 2.0)
     assert view is not None
-    assert str(view) == "view 1 [0.0@0,3.0@1,2.0@1]: worker 1 (node 0) exited: killed by SIGKILL"
+    assert str(view) == "view 1 [0.0@0,2.0@1,3.0@1]: worker 1 (node 0) exited: killed by SIGKILL"
 
 
 def test_losing_the_last_rank_moves_nobody() -> None:
@@ -37,21 +36,20 @@ def test_two_losses_are_one_view_with_both_reasons_in_slot_order() -> None:
     lost = FailureEvent(kind="lost", slot=3, detected_at_s=0.0, evidence="silent for 3 s")
     view = next_view(first_view((0, 0, 1, 1)), [lost, exited(0, "exit code 1")], 2.0)
     assert view is not None
-    assert view.ranks == (2, 1)
+    assert view.ranks == (1, 2)
     assert view.reason == (
         "worker 0 (node 0) exited: exit code 1; worker 3 (node 1) was lost: silent for 3 s"
     )
 
 
-def test_fill_holes_keeps_survivors_and_moves_only_the_tail() -> None:
+def test_ranks_stay_in_slot_order() -> None:
     for size in range(1, 7):
-        ranks = tuple(range(size))
-        for count in range(size + 1):
-            for gone in combinations(ranks, count):
-                order = fill_holes(ranks, gone)
-                assert sorted(order) == sorted(set(ranks) - set(gone))
-                # Who had a rank that still exists keeps it.
-                assert all(order[r] == r for r in range(len(order)) if r not in gone)
+        slots = tuple(range(size))
+        for count in range(1, size):
+            for gone in combinations(slots, count):
+                view = next_view(first_view((0,) * size), [exited(slot) for slot in gone], 2.0)
+                assert view is not None
+                assert view.ranks == tuple(slot for slot in slots if slot not in gone)
 
 
 def test_the_order_of_events_does_not_matter() -> None:
@@ -63,7 +61,7 @@ def test_the_order_of_events_does_not_matter() -> None:
     ]
     views = {str(next_view(first_view((0,) * 5), order, 2.0)) for order in permutations(events)}
     assert views == {
-        "view 1 [0.0@0,3.0@0,2.0@0]: worker 1 (node 0) exited: exit code 1; "
+        "view 1 [0.0@0,2.0@0,3.0@0]: worker 1 (node 0) exited: exit code 1; "
         "worker 4 (node 0) exited: killed by SIGKILL"
     }
 
@@ -101,11 +99,11 @@ def test_all_may_go() -> None:
 
 def test_nodes_and_incarnations_stay_with_their_slots() -> None:
     view = MembershipView(
-        epoch=3, ranks=(4, 2, 9), incarnations=(1, 0, 2), nodes=(7, 5, 6), reason=""
+        epoch=3, ranks=(2, 4, 9), incarnations=(0, 1, 2), nodes=(5, 7, 6), reason=""
     )
     after = next_view(view, [replace(exited(4), incarnation=1)], 9.0)
     assert after is not None
-    assert (after.ranks, after.incarnations, after.nodes) == ((9, 2), (2, 0), (6, 5))
+    assert (after.ranks, after.incarnations, after.nodes) == ((2, 9), (0, 2), (5, 6))
 
 
 def test_views_and_events_refuse_nonsense() -> None:

@@ -49,7 +49,7 @@ def test_who_was_told_of_a_view_last_learns_it_from_its_node() -> None:
     assert not cluster.ends
     told = [view.epoch for view in cluster.commits[2]]
     assert told == sorted(cluster.decided) and told[-1] > accepted.view.epoch
-    assert cluster.commits[2][-1].ranks == (5, 2)
+    assert cluster.commits[2][-1].ranks == (2, 5)
 
 
 def test_who_was_left_out_of_the_views_of_its_node_ends() -> None:

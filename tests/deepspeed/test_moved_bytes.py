@@ -47,10 +47,10 @@ def test_a_survivor_fetches_what_changed_its_owner(run: Launch, stage: int) -> N
     fetched = {one["slot"]: one["fetched_bytes"] for one in killed.events("recovered")}
     total = elements_of_the_model()
     ranks = killed.events("view_committed")[-1]["ranks"]
-    assert sorted(ranks) == [slot for slot in range(WORKERS) if slot != VICTIM]
+    assert ranks == [slot for slot in range(WORKERS) if slot != VICTIM]
     for slot, elements in elements_to_fetch(total, ranks).items():
         wanted = ELEMENT_BYTES * elements
         # Whole chunks are read, of three parts of two neighbours at most.
         assert wanted <= fetched[slot] <= wanted + 12 * CHUNK_BYTES, (slot, wanted, fetched)
-    # All of it, read again, would be more.
-    assert sum(fetched.values()) < 0.8 * ELEMENT_BYTES * total
+    # A third of it; in another order of the ranks it would be two thirds.
+    assert sum(fetched.values()) < 0.5 * ELEMENT_BYTES * total

@@ -100,7 +100,7 @@ def check_console(survived: Outcome, slot: int) -> None:
     phases = "  ".join(rf"{name} [\d.]+" for name in RECOVERY_PHASES if name != "detect")
     (entry,) = survived.events("entered")
     steps = survived.spec.steps
-    heirs = [f"; worker {one} is rank 0 from now on" for one in (3, 0)]
+    heirs = [f"; worker {one} is rank 0 from now on" for one in (1, 0)]
     heir = heirs if slot == 0 else ["", ""]
     wanted = (
         rf"worker {slot} \(node 0\) exited: .*; the job goes on with 3 workers \(view 2\)",

@@ -73,6 +73,6 @@ def test_the_ledger_is_audited_where_there_is_one(
 
 def test_one_supervisor_says_it() -> None:
     view = history(gone(0, "exit"))[-1]
-    assert view.ranks == (3, 1, 2)
-    assert [slot for slot in range(4) if sums_up(slot, view, {})] == [3]
-    assert [slot for slot in range(4) if sums_up(slot, view, {3: "gone"})] == [1]
+    assert view.ranks == (1, 2, 3)
+    assert [slot for slot in range(4) if sums_up(slot, view, {})] == [1]
+    assert [slot for slot in range(4) if sums_up(slot, view, {1: "gone"})] == [2]

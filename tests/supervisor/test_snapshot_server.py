@@ -21,7 +21,6 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.ipc import wire
 from elaswave_plugin.ipc.handshake import Kind
-from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
 from elaswave_plugin.ipc.wire import LENGTH, receive_frame, receive_into, send_frame
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.supervisor import snapshot_server
@@ -30,15 +29,9 @@ from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from tests.core.sealed import sealed
 from tests.job_secret import SECRET, accepted, dialled
 from tests.supervisor.jobs import Job
+from tests.supervisor.serving import LONG_S, fetch, seal
 
-LONG_S = 10.0
 SHORT_S = 0.05
-
-
-def fetch(address: str, **what: Any) -> None:
-    """One fetch over a connection of its own."""
-    with Fetcher(address, secret=SECRET, timeout_s=LONG_S) as fetcher:
-        fetcher.fetch(**what)
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -79,20 +72,6 @@ def test_old_copies_are_dropped(tmp_path: Path) -> None:
         assert job.finish([0, 2]) == 0
 
 
-@pytest.fixture
-def served() -> tuple[SnapshotStore, str]:
-    store = SnapshotStore(3)
-    server = SnapshotServer(store, "127.0.0.1", secret=SECRET)
-    server.start()
-    return store, server.address
-
-
-def seal(store: SnapshotStore, content: bytes, *, buffer: int = 0, step: int = 5) -> SealedShard:
-    record = sealed(store.slot, step, buffer=buffer, length=len(content))
-    os.pwrite(store.fds[buffer], pack_record(record).ljust(BODY_OFFSET, b"\0") + content, 0)
-    return record
-
-
 def hold(store: SnapshotStore, record: SealedShard) -> None:
     """Have a store hold a whole copy."""
     store.begin_copy(record, lambda: pytest.fail("no other one comes"))[:] = bytes(record.length)
@@ -110,74 +89,6 @@ def vanish(sock: socket.socket) -> None:
         sock.close()
         pytest.skip("only root can close a connection without a word")
     sock.close()
-
-
-def test_many_fetches_over_one_connection(served: tuple[SnapshotStore, str]) -> None:
-    store, address = served
-    content = bytes(range(256)) * 40
-    seal(store, content)
-    with Fetcher(address, secret=SECRET, timeout_s=LONG_S) as fetcher:
-        for offset, length in ((0, 10), (1000, 9240), (10240, 0), (5, 1)):
-            into = bytearray(length)
-            fetcher.fetch(
-                owner=3, step=5, epoch=1, offset=offset, into=memoryview(into), timeout_s=LONG_S
-            )
-            assert into == content[offset : offset + length]
-
-
-def test_what_was_asked_for_ahead_comes_in_its_order(
-    served: tuple[SnapshotStore, str],
-) -> None:
-    store, address = served
-    content = bytes(range(256)) * 40
-    seal(store, content)
-    what = {"owner": 3, "step": 5, "epoch": 1, "timeout_s": LONG_S}
-    ranges = ((0, 10), (1000, 9240), (5, 1))
-    with Fetcher(address, secret=SECRET, timeout_s=LONG_S) as fetcher:
-        for offset, length in ranges:
-            fetcher.ask(**what, offset=offset, length=length)
-        for offset, length in ranges:
-            into = bytearray(length)
-            fetcher.fetch(**what, offset=offset, into=memoryview(into))
-            assert into == content[offset : offset + length]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "complaint"),
-    [
-        ({"owner": 4}, "no such sealed snapshot here"),
-        ({"step": 6}, "no such sealed snapshot here"),
-        ({"epoch": 2}, "no such sealed snapshot here"),
-        ({"offset": 95}, r"bytes 95\.\.105 of a snapshot of 100 bytes"),
-    ],
-)
-def test_a_fetch_of_what_is_not_there(
-    served: tuple[SnapshotStore, str], wanted: dict[str, int], complaint: str
-) -> None:
-    store, address = served
-    seal(store, b"x" * 100)
-    what = {"owner": 3, "step": 5, "epoch": 1, "offset": 0, **wanted}
-    with pytest.raises(LinkError, match=complaint):
-        fetch(address, **what, into=memoryview(bytearray(10)), timeout_s=LONG_S)
-
-
-def test_a_buffer_that_is_being_overwritten_is_not_served(
-    served: tuple[SnapshotStore, str],
-) -> None:
-    store, address = served
-    seal(store, b"x" * 100)
-    os.pwrite(store.fds[0], bytes(8), 0)
-    assert store.inventory(address) == []
-    with pytest.raises(LinkError, match="no such sealed"):
-        fetch(
-            address,
-            owner=3,
-            step=5,
-            epoch=1,
-            offset=0,
-            into=memoryview(bytearray(10)),
-            timeout_s=LONG_S,
-        )
 
 
 def test_a_fetch_from_nobody_names_the_address() -> None:

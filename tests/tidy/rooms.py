@@ -42,7 +42,7 @@ communicator/groups: communicator/links errors
 launch: core/agreement errors ipc rehearsed supervisor supervisor/peers toml_file tracking
 communicator/device: communicator/groups communicator/links core/layout errors ipc
 run: launch
-communicator: communicator/device communicator/groups communicator/links core/agreement core/layout
+communicator: communicator/device communicator/groups communicator/links core/layout
     errors
 recovery: checkpoints communicator communicator/links config core/agreement core/layout core/planner
     core/recovery_plan core/step errors framework ipc snapshot tracking trainer values

@@ -176,15 +176,21 @@ class MegatronFramework:
         self.middle_layer = middle = layers[len(layers) // 2]
         for hook in self._watched:
             hook.remove()
+        # A pass over many layers takes long: each of them, in either direction, may be the last.
+        check = self._worker.member.check
         self._watched = [
-            layer.register_forward_pre_hook(lambda module, inputs: self._worker.member.check())
+            hook
             for layer in layers
+            for hook in (
+                layer.register_forward_pre_hook(lambda module, inputs: check()),
+                layer.register_forward_hook(_before_backward(check)),
+            )
         ]
         self._watched += [
             middle.register_forward_pre_hook(
                 lambda module, inputs: self._announce("forward") if module.training else None
             ),
-            middle.register_forward_hook(_announce_backward(self._announce)),
+            middle.register_forward_hook(_before_backward(lambda: self._announce("backward"))),
         ]
         self._watched += watch_passes(self.chunks, self._worker.stopwatch)
         for chunk in self.chunks:
@@ -327,6 +333,7 @@ class MegatronFramework:
             yield
             for chunk in self.chunks if trains else ():
                 buffers.drop_step(chunk)
+                chunk.zero_grad_buffer()
 
     def finish_reduction(self) -> None:
         """Reduce the gradients where neither schedule nor loop has done so yet."""
@@ -546,10 +553,12 @@ class MegatronFramework:
         return digest.intdigest() >> 1 if self._placed else 0
 
 
-def _announce_backward(announce: Callable[[str], None]) -> Callable[..., None]:
+def _before_backward(act: Callable[[], None]) -> Callable[..., None]:
+    """A forward hook that has ``act()`` called where the module's backward pass begins."""
+
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: announce("backward"))
+            hidden.register_hook(lambda gradient: act())
 
     return hook

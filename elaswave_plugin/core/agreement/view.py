@@ -124,12 +124,13 @@ def next_view(
     """Return the view after `events`, or None if nothing changes.
 
     An event counts from its `detected_at_s` on, and only for the incarnation it names. The result
-    depends on the set of events, not on their order; the last rank takes the place of a lost one.
+    depends on the set of events, not on their order. The ranks stay in slot order, so that
+    contiguous shards keep most of what their workers have.
     """
     causes = _causes(view, events, now_s)
     if not causes:
         return None
-    order = fill_holes(view.ranks, causes.keys())
+    order = tuple(slot for slot in view.ranks if slot not in causes)
     position = {slot: rank for rank, slot in enumerate(view.ranks)}
     return MembershipView(
         epoch=view.epoch + 1,
@@ -145,7 +146,7 @@ def next_view(
 def grown_view(view: MembershipView, arrivals: Iterable[Arrival]) -> MembershipView | None:
     """Return the view with the workers that wait to be let in, or None if there are none.
 
-    Ranks are in slot order again, so a job that is whole again has the ranks of its launch.
+    Ranks are in slot order, so a job that is whole again has the ranks of its launch.
     """
     new = {one.worker.slot: one for one in arrivals if one.worker.slot not in view.ranks}
     if not new:
@@ -166,21 +167,6 @@ def departed(reason: str, slot: int) -> bool:
     """Return whether a worker left as asked, by the reason of the first view without it."""
     verb = _KIND_WORDS[_KIND_ORDER.index("leave")]
     return re.search(rf"\bworker {slot} \(node \d+\) {verb}: ", reason) is not None
-
-
-def fill_holes(ranks: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
-    """Return `ranks` without `gone`: the last remaining rank fills each hole, from the front."""
-    absent = set(gone)
-    order = list(ranks)
-    rank = 0
-    while rank < len(order):
-        if order[-1] in absent:
-            order.pop()
-        elif order[rank] in absent:
-            order[rank] = order.pop()
-        else:
-            rank += 1
-    return tuple(order)
 
 
 def _causes(

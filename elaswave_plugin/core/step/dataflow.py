@@ -6,17 +6,17 @@ about the same time. Resize, for loops in which the number of iterations of a st
 every worker takes part in every iteration, with a larger share of its samples. The global batch
 never changes.
 
->>> flow = deal(num_microbatches=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2))
+>>> flow = deal(num_microbatches=8, launch_slots=(0, 1, 2, 3), live=(0, 2, 3))
 >>> print(flow)
 w0: 0 4 1 | w2: 2 6 5 | w3: 3 7
 >>> print(deal(num_microbatches=8, launch_slots=(0, 1), live=(0, 1), slow={1: 3.0}))
 w0: 0 2 4 6 5 7 | w1: 1 3
->>> print(deal(num_microbatches=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2), whole=True))
+>>> print(deal(num_microbatches=8, launch_slots=(0, 1, 2, 3), live=(0, 2, 3), whole=True))
 w0: 0 4 1 5 | w2: 2 6 | w3: 3 7
->>> shares = share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2))
+>>> shares = share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 2, 3))
 >>> print(shares, shares.weight(0))
 w0: [0, 3) | w2: [3, 6) | w3: [6, 8) 1.125
->>> print(share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 3, 2), most={0: 1.0}))
+>>> print(share(num_samples=8, launch_slots=(0, 1, 2, 3), live=(0, 2, 3), most={0: 1.0}))
 w0: [0, 2) | w2: [2, 5) | w3: [5, 8)
 >>> for one in crossings([[(0, 3)], [(3, 6)]], [[(0, 6)]]):
 ...     print(one)

@@ -134,7 +134,10 @@ def set_width(model: DistributedDataParallel, width: int, rank: int) -> None:
 
 
 def drop_step(model: DistributedDataParallel) -> None:
-    """Forget an interrupted step: operations in flight, counted gradients, gathered weights."""
+    """Forget an interrupted step: operations in flight, counted gradients, gathered weights.
+
+    Its gradients stay until the next attempt, which zeroes them before its first pass.
+    """
     for group in model.bucket_groups:
         group.grad_reduce_handle = None
         group.param_gather_handle = None
@@ -146,7 +149,6 @@ def drop_step(model: DistributedDataParallel) -> None:
         group.golden_per_param_grad_ready_counts = {}
         group.per_param_grad_ready_counts = {}
         group.is_last_microbatch = True
-    model.zero_grad_buffer()
     for param in model.parameters():
         param.grad = None
 

@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from elaswave_plugin.adapters.megatron.state import adam
 from elaswave_plugin.core.layout.shards import MOMENTS, padded_size
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.untouched import untouched_zeros
 
 
 class FlatShard:
@@ -138,8 +139,8 @@ class FlatShard:
                 flat_master.copy_(main)
                 main.data = flat_master
         # Only now, since the masters were there twice until here.
-        self.exp_avg = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.exp_avg_sq = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.exp_avg = untouched_zeros(sum(sizes), device=device)
+        self.exp_avg_sq = untouched_zeros(sum(sizes), device=device)
         # By bucket. Masters of a model in float32 lie in its buffers, which keep what stays.
         self._own = [self.exp_avg.split(sizes), self.exp_avg_sq.split(sizes)]
         if self._is_16_bit:
