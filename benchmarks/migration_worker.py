@@ -25,7 +25,7 @@ from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.snapshot.free_memory import available_bytes
-from elaswave_plugin.snapshot.restore import read_parts
+from elaswave_plugin.snapshot.restore import Access, read_parts
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 
 READ_LIMIT_S = 120.0
@@ -212,15 +212,14 @@ class Migrations:
         return plan.after(number)
 
     def _read(self, plan: RecoveryPlan, parts: Sequence[str], target: torch.Tensor) -> int:
-        payload, fetched_bytes = read_parts(
-            plan,
-            parts,
+        access = Access(
             slot=self._slot,
             pool=self._pool,
             secret=self._member.member.secret,
             timeout_s=READ_LIMIT_S,
             check=self._member.member.check,
         )
+        payload, fetched_bytes = read_parts(plan, parts, access)
         first = PARTS.index(parts[0])
         in_place = plan.state_in_place(self._slot)
         for bucket, span in enumerate(_spans(self._cut_of(plan))):

@@ -53,12 +53,8 @@ def take_state(
     for make_plan in (plan_of, partial(plan_of, live={})):
         with phases.timed("move"):
             state = restore(
-                slot=worker.slot,
-                pool=worker.state.pool,
-                secret=worker.member.secret,
+                worker.state.access,
                 make_plan=make_plan,
-                timeout_s=worker.config.transfer_timeout_s,
-                check=worker.member.check,
                 # Who reads waits for supervisors: the others, who wait for it, are to be patient.
                 reading=partial(worker.member.progress_page.waiting, OUTSIDE),
             )

@@ -24,6 +24,7 @@ from elaswave_plugin.recovery.snapshot_memory import (
 )
 from elaswave_plugin.snapshot.deferred import DeferredMoments
 from elaswave_plugin.snapshot.free_memory import available_bytes
+from elaswave_plugin.snapshot.restore import Access
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 from elaswave_plugin.trainer.member import Member
 
@@ -296,20 +297,23 @@ class StateKeeper:
         """True if all of the optimizer state is installed."""
         return self._deferred is None
 
-    def read_deferred(self, plan: RecoveryPlan, framework: Framework) -> None:
-        """Have the optimizer state follow the weights, from the same snapshots.
-
-        A snapshot is overwritten only after a grad norm of all that comes after the update.
-        """
-        self._deferred = DeferredMoments(
-            plan,
+    @property
+    def access(self) -> Access:
+        """The way to sealed state, which a recovery reads."""
+        return Access(
             slot=self._member.slot,
             pool=self.pool,
             secret=self._member.secret,
             timeout_s=self._config.transfer_timeout_s,
             check=self._member.check,
-            write=framework.write_moments,
         )
+
+    def read_deferred(self, plan: RecoveryPlan, framework: Framework) -> None:
+        """Have the optimizer state follow the weights, from the same snapshots.
+
+        A snapshot is overwritten only after a grad norm of all that comes after the update.
+        """
+        self._deferred = DeferredMoments(plan, self.access, write=framework.write_moments)
         if not framework.moments_may_follow:
             self.complete()
 

@@ -70,13 +70,13 @@ class Worker:
         self.events = self._log("events.jsonl")
         self.ledger = self._log("ledger.jsonl")
         self.steps = self._log("steps.jsonl")
-        broken_links = BrokenLinks(self.member)
+        broken_links = BrokenLinks(self.member, returns=config.respawn > 0)
         self.links = LinkTable(
             self.slot,
             host=self.member.host,
             secret=self.member.secret,
-            on_link_lost=lambda slot, why: broken_links.report(
-                slot, why, epoch=self.view.epoch, step=self.completed
+            on_link_lost=lambda slot, why, silent: broken_links.report(
+                slot, why, silent=silent, epoch=self.view.epoch, step=self.completed
             ),
             progress=self.member.progress_page,
         )

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,7 @@ import torch
 from elaswave_plugin.core.layout.shards import MOMENTS
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.snapshot.restore import read_parts
-from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool
+from elaswave_plugin.snapshot.restore import Access, read_parts
 
 _CHECK_EVERY_S = 0.02
 
@@ -32,36 +31,24 @@ class DeferredMoments:
     def __init__(
         self,
         plan: RecoveryPlan,
+        access: Access,
         *,
-        slot: int,
-        pool: SnapshotPool,
-        secret: Secret,
-        timeout_s: float,
-        check: Callable[[], None],
         write: Callable[[torch.Tensor], None],
     ) -> None:
-        """``write`` installs them, shape [2, shard_numel]; ``check`` raises EpochChanged."""
-        self._check = check
+        """``write`` installs them, shape [2, shard_numel]."""
+        self._check = access.check
         self._write = write
-        self._timeout_s = timeout_s
+        self._timeout_s = access.timeout_s
         self._dropped = threading.Event()
         started_s = time.monotonic()
 
         def still_wanted() -> None:
             if self._dropped.is_set():
                 raise EpochChanged(plan.epoch, "what was on its way is wanted no more")
-            check()
+            access.check()
 
         def read() -> tuple[torch.Tensor, int, float]:
-            moments, fetched_bytes = read_parts(
-                plan,
-                MOMENTS,
-                slot=slot,
-                pool=pool,
-                secret=secret,
-                timeout_s=timeout_s,
-                check=still_wanted,
-            )
+            moments, fetched_bytes = read_parts(plan, MOMENTS, replace(access, check=still_wanted))
             return moments, fetched_bytes, time.monotonic() - started_s
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="elaswave-state")

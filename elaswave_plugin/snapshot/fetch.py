@@ -6,6 +6,7 @@ socket; what is overwritten while it is read fails its checksum. Standard librar
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -26,6 +27,9 @@ from elaswave_plugin.ipc.wire import (
     receive_into,
     send_frame,
 )
+
+# So much has to come before a wait counts anew.
+_PIECE_BYTES = 1 << 20
 
 
 class _Sealed(NamedTuple):
@@ -52,17 +56,26 @@ class Fetcher:
     """
 
     def __init__(
-        self, address: str, *, secret: Secret, timeout_s: float, check: Check | None = None
+        self,
+        address: str,
+        *,
+        secret: Secret,
+        timeout_s: float,
+        stall_s: float = math.inf,
+        check: Check | None = None,
     ) -> None:
+        """``stall_s``: the longest that nothing may come while something is awaited."""
         self.address = address
+        self._stall_s = stall_s
         self._check = check
         # What was asked for ahead of its fetch.
         self._asked: deque[dict[str, int]] = deque()
         self._memory: dict[_Sealed, _Memory] = {}
         try:
-            self._sock: socket.socket = _connect_near(address) or connect(address, timeout_s, check)
+            first_s = min(timeout_s, stall_s)
+            self._sock: socket.socket = _connect_near(address) or connect(address, first_s, check)
             try:
-                prove(self._sock, secret, Kind.SERVER, timeout_s=timeout_s, check=check)
+                prove(self._sock, secret, Kind.SERVER, timeout_s=first_s, check=check)
             except BaseException:
                 self._sock.close()
                 raise
@@ -123,14 +136,18 @@ class Fetcher:
         if asked != wanted:
             raise AssertionError(f"asked for {asked}, fetched {wanted}")
         self._sock.settimeout(timeout_s)
-        answer = receive_frame(self._sock, timeout_s, self._check)
-        if "error" not in answer:
-            receive_into(self._sock, view, deadline_s, self._check)
-        return answer.get("error")
+        answer = receive_frame(self._sock, min(timeout_s, self._stall_s), self._check)
+        if "error" in answer:
+            return str(answer["error"])
+        for start in range(0, len(view), _PIECE_BYTES):
+            stalled_s = min(deadline_s, time.monotonic() + self._stall_s)
+            receive_into(self._sock, view[start : start + _PIECE_BYTES], stalled_s, self._check)
+        return None
 
     def _read(self, sealed: _Sealed, offset: int, view: memoryview, timeout_s: float) -> str | None:
         """Read the bytes from the memory; returns the refusal of one that does not share it."""
         if sealed not in self._memory:
+            timeout_s = min(timeout_s, self._stall_s)
             self._sock.settimeout(timeout_s)
             send_frame(self._sock, {"t": "share", **sealed._asdict()})
             answer = receive_frame(self._sock, timeout_s, self._check)

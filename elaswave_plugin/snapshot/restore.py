@@ -6,9 +6,10 @@ arrive are rejected by all workers together, and the plan is made again without 
 then an older step, then the job stops with the gap named.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,35 @@ import torch.distributed as dist
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ELEMENT_BYTES, PARTS, WEIGHTS, ShardPiece
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
-from elaswave_plugin.errors import LinkError, PlanDigestError, SnapshotUnreadableError
+from elaswave_plugin.errors import (
+    LinkError,
+    PlanDigestError,
+    SnapshotGapError,
+    SnapshotUnreadableError,
+)
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
 from elaswave_plugin.values.gathered import gathered
 from elaswave_plugin.values.untouched import untouched_zeros
+
+_STALL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """A worker's way to sealed state: own memory in place, that of others with the job's secret.
+
+    ``timeout_s``: for a piece that is fetched; ``stall_s``: the longest that nothing may come of
+    it. ``check`` is called all the time while bytes are awaited, and may raise EpochChanged.
+    """
+
+    slot: int
+    pool: SnapshotPool
+    secret: Secret
+    timeout_s: float
+    stall_s: float = math.inf
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,40 +59,45 @@ class RestoredState:
 
 
 def restore(
+    access: Access,
     *,
-    slot: int,
-    pool: SnapshotPool,
-    secret: Secret,
     make_plan: Callable[..., RecoveryPlan],
-    timeout_s: float,
-    check: Callable[[], None] | None = None,
     reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> RestoredState:
-    """Read and verify the weights of ``slot``; collective over WORLD.
+    """Read and verify a worker's weights; collective over WORLD.
 
-    ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. Other supervisors are
-    asked with the job's ``secret``. ``check`` is called all the time while bytes are awaited; it
-    may raise EpochChanged. ``reading`` is entered around that, which may take ``timeout_s`` for
-    each source.
+    ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. ``reading`` is entered
+    around what may take the timeout for each source; one of which nothing comes for 2 s is put off
+    while there are others.
     Raises PlanDigestError, SnapshotGapError.
     """
-    rejected: frozenset[SealedShard] = frozenset()
+    rejected, put_off = frozenset[SealedShard](), frozenset[SealedShard]()
+    # Where another copy can be had, one that does not come is not waited for.
+    access = replace(access, stall_s=min(_STALL_S, access.timeout_s))
     while True:
-        plan = make_plan(rejected=rejected)
+        try:
+            plan = make_plan(rejected=rejected | put_off)
+        except SnapshotGapError:
+            if not put_off:
+                raise
+            put_off, access = frozenset(), replace(access, stall_s=access.timeout_s)
+            continue
         _compare_digests(plan)
         found: SealedShard | None = None
         state = None
         try:
             with reading():
-                state = _read(
-                    plan, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
-                )
+                state = _read(plan, access)
         except SnapshotUnreadableError as error:
             found = error.sealed
         everyone = _exchange(found)
         if state is not None and not any(everyone):
             return state
-        rejected |= {one for one in everyone if one is not None}
+        unread = {one for one in everyone if one is not None}
+        if access.stall_s < access.timeout_s:
+            put_off |= unread
+        else:
+            rejected |= unread
 
 
 def _exchange(found: SealedShard | None) -> list[SealedShard | None]:
@@ -85,22 +114,9 @@ def _compare_digests(plan: RecoveryPlan) -> None:
         raise PlanDigestError(f"plans of view {plan.epoch} differ by worker: {digests}")
 
 
-def _read(
-    plan: RecoveryPlan,
-    *,
-    slot: int,
-    pool: SnapshotPool,
-    secret: Secret,
-    timeout_s: float,
-    check: Callable[[], None] | None,
-) -> RestoredState:
-    (masters,), fetched_bytes = read_parts(
-        plan, WEIGHTS, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
-    )
-    nearest = _nearest_capsule(plan, slot)
-    with _open(
-        nearest, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
-    ) as reader:
+def _read(plan: RecoveryPlan, access: Access) -> RestoredState:
+    (masters,), fetched_bytes = read_parts(plan, WEIGHTS, access)
+    with _open(_nearest_capsule(plan, access.slot), access) as reader:
         capsule = reader.read_capsule()
     return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
 
@@ -115,66 +131,52 @@ def _nearest_capsule(plan: RecoveryPlan, slot: int) -> SealedShard:
 
 
 def read_parts(
-    plan: RecoveryPlan,
-    parts: Sequence[str],
-    *,
-    slot: int,
-    pool: SnapshotPool,
-    secret: Secret,
-    timeout_s: float,
-    check: Callable[[], None] | None,
+    plan: RecoveryPlan, parts: Sequence[str], access: Access
 ) -> tuple[torch.Tensor, int]:
-    """Read and verify some parts of the new shard of ``slot``, and count what came from others.
+    """Read and verify some parts of a worker's new shard, and count what came from others.
 
     ``parts``: names of ``core/layout/shards.py``; the result is float32 of shape [parts,
-    shard_numel]. Raises SnapshotUnreadableError, and whatever ``check`` does.
+    shard_numel]. Raises SnapshotUnreadableError, and what the check of ``access`` raises.
     """
-    shard_group = plan.shard_group_of(slot)
+    shard_group = plan.shard_group_of(access.slot)
     numel = 0 if shard_group is None else plan.after(shard_group).shard_numel
     payload = untouched_zeros(len(parts), numel)
     target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
     fetched_bytes = 0
-    for source, pieces in plan.pieces(slot):
-        with _open(
-            source, slot=slot, pool=pool, secret=secret, timeout_s=timeout_s, check=check
-        ) as reader:
+    for source, pieces in plan.pieces(access.slot):
+        with _open(source, access) as reader:
             before = plan.before(source).shard_numel
             num_bytes = reader.read_ranges(_ranges(parts, pieces, before, numel, target))
-            fetched_bytes += 0 if source.holder == slot else num_bytes
+            fetched_bytes += 0 if source.holder == access.slot else num_bytes
     return payload, fetched_bytes
 
 
 @contextmanager
-def _open(
-    source: SealedShard,
-    *,
-    slot: int,
-    pool: SnapshotPool,
-    secret: Secret,
-    timeout_s: float,
-    check: Callable[[], None] | None,
-) -> Iterator[VerifiedReader]:
-    if source.holder == slot and not source.is_copy:
-        copy = pool.reader(source.buffer)
+def _open(source: SealedShard, access: Access) -> Iterator[VerifiedReader]:
+    if source.holder == access.slot and not source.is_copy:
+        copy = access.pool.reader(source.buffer)
 
         def read_own(offset: int, into: memoryview) -> None:
-            if check is not None:
-                check()
+            access.check()
             copy(offset, into)
 
         yield VerifiedReader(source, read_own)
         return
     try:
         with Fetcher(
-            source.holder_address, secret=secret, timeout_s=timeout_s, check=check
+            source.holder_address,
+            secret=access.secret,
+            timeout_s=access.timeout_s,
+            stall_s=access.stall_s,
+            check=access.check,
         ) as fetcher:
             of = {"owner": source.owner, "step": source.step, "epoch": source.epoch}
 
             def ask(offset: int, length: int) -> None:
-                fetcher.ask(**of, offset=offset, length=length, timeout_s=timeout_s)
+                fetcher.ask(**of, offset=offset, length=length, timeout_s=access.timeout_s)
 
             def read(offset: int, into: memoryview) -> None:
-                fetcher.fetch(**of, offset=offset, into=into, timeout_s=timeout_s)
+                fetcher.fetch(**of, offset=offset, into=into, timeout_s=access.timeout_s)
 
             yield VerifiedReader(source, read, ask=ask)
     except LinkError as error:

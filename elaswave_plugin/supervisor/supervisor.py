@@ -376,7 +376,7 @@ class Supervisor:
             case said.Ready():
                 trainer.facts = message.facts
                 self._events.emit("worker_ready", slot=self._slot, incarnation=trainer.incarnation)
-                self._agreement.trainer_ready(time.monotonic())
+                self._coordinator.enter(wanted=lambda: trainer.works)
             case said.Begun():
                 if self._ballot is not None and message.epoch == self._ballot.epoch:
                     self._agreement.begun(self._ballot, message.step)

@@ -374,7 +374,7 @@ def test_frames_of_an_older_epoch_are_dropped(pair: tuple[LinkTable, LinkTable])
 def test_a_broken_link_is_a_hint_and_the_operation_waits() -> None:
     lost: list[tuple[int, str]] = []
     left = LinkTable(
-        0, secret=SECRET, on_link_lost=lambda slot, reason: lost.append((slot, reason))
+        0, secret=SECRET, on_link_lost=lambda slot, reason, silent: lost.append((slot, reason))
     )
     right = LinkTable(1, secret=SECRET)
     _open((left, right), 1)
@@ -400,7 +400,7 @@ def test_a_broken_link_is_a_hint_and_the_operation_waits() -> None:
 
 def test_an_address_where_nobody_listens_is_a_hint_too() -> None:
     lost: list[int] = []
-    table = LinkTable(0, on_link_lost=lambda slot, reason: lost.append(slot), secret=SECRET)
+    table = LinkTable(0, on_link_lost=lambda slot, reason, silent: lost.append(slot), secret=SECRET)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
     table.open_epoch(1, {0: table.address, 1: address})
@@ -463,7 +463,7 @@ def test_a_table_that_cannot_be_closed_says_where_it_is_held_up(
     monkeypatch.setattr(link_table, "_CLOSE_LIMIT_S", 0.1, raising=False)
     told, go_on = threading.Event(), threading.Event()
 
-    def hold_up(slot: int, reason: str) -> None:
+    def hold_up(slot: int, reason: str, silent: bool) -> None:
         told.set()
         go_on.wait(LIMIT_S)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 LIMIT_S = 10.0
+# No cable's: the switch sends it everywhere, and nobody takes it.
+_NOBODY = "02:00:00:00:00:01"
 _HOLD = ["unshare", "-n", "sh", "-c", "echo ready; read line"]
 
 
@@ -28,6 +30,17 @@ class Network:
     def cut_off(self, node: int) -> None:
         """Forward nothing from or to a node any more; its link stays up, and no peer answers."""
         run(self.switch, f"ip link set port{node} nomaster")
+
+    def part(self, one: int, other: int) -> None:
+        """Have two nodes lose each other's packets, silently; all others hear both."""
+        for here, there in ((one, other), (other, one)):
+            nowhere = f"lladdr {_NOBODY} dev cable nud permanent"
+            run(self.nodes[here], f"ip neigh replace {self.address(there)} {nowhere}")
+
+    def heal(self, one: int, other: int) -> None:
+        """Let them hear each other again."""
+        for here, there in ((one, other), (other, one)):
+            run(self.nodes[here], f"ip neigh del {self.address(there)} dev cable")
 
 
 def run(enter: tuple[str, ...], command: str) -> None:

@@ -1,26 +1,21 @@
 """The node that saves is cut off silently, in a save of 15 s: the majority's checkpoint stays."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elaswave_plugin.checkpoints.torch_dist import flaw_of
-from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.checkpoints.stale import published
 from tests.faults.conftest import Reference
-from tests.faults.harness import SABOTAGED, SCRIPT, JobSpec, Outcome, check_equal, left_alive
+from tests.faults.harness import JobSpec, Outcome, check_equal
 from tests.faults.network import Network, network_of
+from tests.faults.networked import LIMIT_S, Seen, end, launched
 from tests.proofs import Kind, Promise, proves
-from tests.supervisor.jobs import LAUNCH, environment
 
 SAVE_S = 15.0
-LIMIT_S = 120.0
 TRACKER = "latest_checkpointed_iteration.txt"
 # Its supervisor waits for the others for longer than its save takes, and lets it go on.
 SPEC = JobSpec(nproc=3, nodes=3, global_batch=12, steps=6, dump="last")
@@ -62,43 +57,6 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def launched(
-    network: Network, node: int, sabotage: str, arguments: list[str], directory: Path
-) -> "subprocess.Popen[bytes]":
-    """Start the launcher of a node; its output goes to DIRECTORY/output."""
-    place = [f"--node-rank={node}", f"--nnodes={SPEC.nodes}", "--nproc-per-node=1", *LAUNCHER]
-    meeting = [f"--master-addr={network.address(0)}", "--master-port=29500", f"--dir={directory}"]
-    command = [sys.executable, "-W", "ignore", "-c", LAUNCH, *place, *meeting]
-    with (directory / "output").open("ab") as output:
-        return subprocess.Popen(
-            [*network.nodes[node], *command, str(SABOTAGED), sabotage, str(SCRIPT), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            env=environment(),
-        )
-
-
-class Seen:
-    """The events of a running job."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._events, self._seen = Tail(directory / EVENTS_FILE), list[dict[str, Any]]()
-
-    def wait_for(self, kind: str, **wanted: object) -> dict[str, Any]:
-        """Return the first event of a kind with these fields."""
-        deadline_s = time.monotonic() + LIMIT_S
-        while True:
-            self._seen.extend(self._events.new())
-            for one in self._seen:
-                if one["kind"] == kind and wanted.items() <= one.items():
-                    return one
-            assert time.monotonic() < deadline_s, (self._directory / "output").read_text()[-3000:]
-            time.sleep(0.02)  # the file is all that a running job shows
-
-
 @proves(Kind.LINK, Promise.WHOLE, victim="0")
 @pytest.mark.parametrize("moment", [pytest.param("writing", marks=pytest.mark.slow), "checked"])
 @pytest.mark.timeout(400)
@@ -114,7 +72,9 @@ def test_the_node_that_saves_is_cut_off(
     with ExitStack() as stack:
         launchers = []
         for node in range(SPEC.nodes):
-            launchers.append(launched(network, node, sabotage, arguments, directory))
+            launchers.append(
+                launched(network, node, SPEC, arguments, directory, *LAUNCHER, sabotage=sabotage)
+            )
             stack.callback(end, launchers[-1])
         seen.wait_for("saves")
         network.cut_off(0)
@@ -139,15 +99,3 @@ def test_the_node_that_saves_is_cut_off(
     assert (saves / TRACKER).read_text() == "6"
     run = Outcome(spec=SPEC, directory=directory, returncode=0, output=output, seconds=0)
     check_equal(run, reference(SPEC))
-
-
-def end(launcher: "subprocess.Popen[bytes]") -> None:
-    """End a launcher, and its processes with it."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        try:
-            launcher.wait(20)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-            launcher.wait(20)
-    assert left_alive((launcher.pid,), limit_s=0.0) == ()

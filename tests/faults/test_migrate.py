@@ -27,14 +27,14 @@ from elaswave_plugin.recovery.phases import Phases
 Behind, read_parts, enter = deferred.DeferredMoments, deferred.read_parts, Phases.enter
 init, complete = Behind.__init__, Behind.complete
 under_way, awaited = threading.Event(), threading.Event()
-def read_late(plan, *args, check, **more):
+def read_late(plan, parts, access):
     while plan.epoch == 2 and not awaited.wait(0.005):
-        check()
-    return read_parts(plan, *args, check=check, **more)
-def beginning(self, plan, **more):
+        access.check()
+    return read_parts(plan, parts, access)
+def beginning(self, plan, *args, **more):
     if plan.epoch == 2:
         under_way.set()
-    init(self, plan, **more)
+    init(self, plan, *args, **more)
 def completing(self):
     awaited.set()
     under_way.clear()
@@ -58,10 +58,10 @@ from elaswave_plugin.snapshot import restore
 from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES
 read_parts, fetch_now = restore.read_parts, fetch.Fetcher.fetch
 reading, mark = threading.local(), Path(os.environ["ELASWAVE_DIR"]) / "{DAMAGED}"
-def read(plan, parts, *, slot, **more):
-    reading.source = plan.epoch == 2 and slot == 0 and tuple(parts) == PARTS
+def read(plan, parts, access):
+    reading.source = plan.epoch == 2 and access.slot == 0 and tuple(parts) == PARTS
     try:
-        return read_parts(plan, parts, slot=slot, **more)
+        return read_parts(plan, parts, access)
     finally:
         reading.source = False
 def fetch_damaged(self, *, into, owner, step, **more):

@@ -15,10 +15,10 @@ import threading
 from elaswave_plugin.snapshot import deferred
 read_parts, complete = deferred.read_parts, deferred.DeferredMoments.complete
 awaited = threading.Event()
-def read_late(*args, check, **more):
+def read_late(plan, parts, access):
     while not awaited.wait(0.005):
-        check()
-    return read_parts(*args, check=check, **more)
+        access.check()
+    return read_parts(plan, parts, access)
 def completing(self):
     awaited.set()
     try:

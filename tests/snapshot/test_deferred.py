@@ -9,6 +9,7 @@ import pytest
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.snapshot import deferred
 from elaswave_plugin.snapshot.deferred import DeferredMoments
+from elaswave_plugin.snapshot.restore import Access
 from tests.job_secret import SECRET
 
 
@@ -26,11 +27,7 @@ def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
     pool: Any = None
     moments = DeferredMoments(
         plan,
-        slot=0,
-        pool=pool,
-        secret=SECRET,
-        timeout_s=0.1,
-        check=lambda: None,
+        Access(slot=0, pool=pool, secret=SECRET, timeout_s=0.1),
         write=lambda moments: None,
     )
     try:

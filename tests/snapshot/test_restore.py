@@ -5,7 +5,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from elaswave_plugin.core.layout.shards import MOMENTS, WEIGHTS
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import deal
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import EpochChanged, SnapshotGapError
 from elaswave_plugin.snapshot import restore
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
@@ -33,6 +36,31 @@ def record(shard: int, address: str) -> SealedShard:
     return sealed(shard, 4, ranks=(0, 1), shard=shard, **sizes, **held)
 
 
+def access(timeout_s: float, check: Callable[[], None] = lambda: None) -> restore.Access:
+    pool: Any = None  # nothing is read from own memory
+    return restore.Access(slot=0, pool=pool, secret=SECRET, timeout_s=timeout_s, check=check)
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only worker: what all compare and tell each other is its own."""
+    monkeypatch.setattr(restore, "_compare_digests", lambda plan: None)
+    monkeypatch.setattr(restore, "gathered", lambda value: [value])
+
+
+def plan_from(rejected: frozenset[SealedShard], inventory: list[SealedShard]) -> RecoveryPlan:
+    """A plan for worker 0 alone, which has nothing."""
+    shard_group = ShardGroup(ranks=(0,), units=(0,), buckets=(64,))
+    return make_plan(
+        epoch=2,
+        reason="r",
+        ranks=(0,),
+        dataflow=deal(num_microbatches=2, launch_slots=(0, 1), live=(0,)),
+        shard_groups=[shard_group],
+        inventory=inventory,
+        rejected=rejected,
+    )
+
+
 def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts and never answers; the collective comparison of the plans is left out."""
     monkeypatch.setattr(restore, "_compare_digests", lambda plan: None)
@@ -40,15 +68,7 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
         address = f"127.0.0.1:{silent.getsockname()[1]}"
 
         def make(rejected: frozenset[SealedShard]) -> RecoveryPlan:
-            return make_plan(
-                epoch=2,
-                reason="r",
-                ranks=(0,),
-                dataflow=deal(num_microbatches=2, launch_slots=(0, 1), live=(0,)),
-                shard_groups=[ShardGroup(ranks=(0,), units=(0,), buckets=(64,))],
-                inventory=[record(shard, address) for shard in range(2)],
-                rejected=rejected,
-            )
+            return plan_from(rejected, [record(shard, address) for shard in range(2)])
 
         started_s = time.monotonic()
 
@@ -57,15 +77,56 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
                 raise EpochChanged(3, "r")
 
         with pytest.raises(EpochChanged):
-            restore.restore(
-                slot=0,
-                pool=None,  # type: ignore[arg-type]  # nothing is read from own memory
-                make_plan=make,
-                secret=SECRET,
-                timeout_s=LONG_S,
-                check=check,
-            )
+            restore.restore(access(LONG_S, check), make_plan=make)
         assert 0.2 <= time.monotonic() - started_s < LONG_S / 4
+
+
+def test_one_that_answers_nothing_is_put_off_while_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone(monkeypatch)
+    monkeypatch.setattr(restore, "_STALL_S", 0.2)
+    store = SnapshotStore(1)
+    server = SnapshotServer(store, "127.0.0.1", secret=SECRET)
+    server.start()
+    pool = SnapshotPool(
+        store.fds,
+        slot=1,
+        capacity_bytes=capacity_of(12 * 64 + 4),
+        needed_bytes=0,
+        available_bytes=0,
+    )
+    state = torch.arange(3 * 64, dtype=torch.float32)
+    pool.begin_seal(
+        step=4, epoch=1, ranks=[1], units=[0], parts=[state], capsule=b"seed", before_seal=int
+    )()
+    (sealed_here,) = store.inventory(server.address)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        mute = replace(sealed_here, holder_address=address)
+        asked = list[frozenset[SealedShard]]()
+
+        def make(rejected: frozenset[SealedShard]) -> RecoveryPlan:
+            asked.append(rejected)
+            return plan_from(rejected, [sealed_here if mute in rejected else mute])
+
+        restored = restore.restore(access(LONG_S), make_plan=make)
+    assert torch.equal(restored.masters[:64], state[:64])
+    assert asked == [frozenset(), frozenset({mute})]
+    server.close()
+    store.close()
+
+
+def test_the_only_one_is_waited_for_as_long_as_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    monkeypatch.setattr(restore, "_STALL_S", 0.2)
+    started_s = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        mute = [record(shard, address) for shard in range(2)]
+        with pytest.raises(SnapshotGapError):
+            restore.restore(access(1.0), make_plan=lambda rejected: plan_from(rejected, mute))
+    assert 1.2 <= time.monotonic() - started_s < LONG_S
 
 
 def peak_bytes() -> int:
@@ -100,10 +161,10 @@ def taken_by_a_read(numel: int) -> int:
         shard_groups=[ShardGroup(ranks=(0,), units=(0,), buckets=(numel,))],
         inventory=store.inventory(server.address),
     )
-    of = {"slot": 0, "pool": pool, "secret": SECRET, "timeout_s": LONG_S, "check": None}
+    access = restore.Access(slot=0, pool=pool, secret=SECRET, timeout_s=LONG_S)
     forget_peak()
     before = peak_bytes()
-    read = [restore.read_parts(plan, parts, **of)[0] for parts in (WEIGHTS, MOMENTS)]  # type: ignore[arg-type]
+    read = [restore.read_parts(plan, parts, access)[0] for parts in (WEIGHTS, MOMENTS)]
     taken = peak_bytes() - before
     assert torch.equal(torch.cat(read).flatten(), state)
     server.close()

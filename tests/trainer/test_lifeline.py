@@ -13,8 +13,8 @@ EXITS = {
     "a link that stays broken": (
         "from unittest.mock import Mock\n"
         "from elaswave_plugin.trainer.broken_links import BrokenLinks\n"
-        "links = BrokenLinks(Mock(slot=1))\n"
-        "while True: links.report(0, 'broken', epoch=1, step=0)"
+        "links = BrokenLinks(Mock(slot=1), returns=False)\n"
+        "while True: links.report(0, 'broken', silent=False, epoch=1, step=0)"
     ),
     "a planned departure": (
         "from unittest.mock import MagicMock, patch\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from contextlib import suppress
 from enum import Enum
 from typing import Protocol
 
+from elaswave_plugin.communicator.links import silence
 from elaswave_plugin.communicator.links.frames import (
     HEADER_BYTES,
     FrameHeader,
@@ -84,6 +86,9 @@ class Connection:
         self.number = 0
         self.hello: Hello | None = None
         self.why_closed = ""
+        # It was closed because the other machine answered nothing.
+        self.was_silent = False
+        self._since_s = time.monotonic()
         self.reported = False
         self.watched = 0
         self.outgoing: deque[Send] = deque()
@@ -107,6 +112,19 @@ class Connection:
             raise OSError(error, "connect failed")
         self._say(self._proof.opening)
         self.state = State.PROVING
+
+    @property
+    def is_far(self) -> bool:
+        """True if it stands, or is dialled, over a network."""
+        return self.state is not State.CLOSED and self.sock.family is not socket.AF_UNIX
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the other machine has answered nothing for too long; of TCP connections only."""
+        age_s = time.monotonic() - self._since_s
+        if self.state is State.DIALLING:
+            return age_s > silence.DIAL_LIMIT_S
+        return age_s > silence.LIMIT_S and silence.silent_s(self.sock) > silence.LIMIT_S
 
     def greet(self, hello: Hello) -> None:
         """Say which worker dials."""

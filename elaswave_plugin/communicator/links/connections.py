@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import select
+import time
 from collections.abc import Callable, Mapping
 
+from elaswave_plugin.communicator.links import silence
 from elaswave_plugin.communicator.links.connection import Connection, MessageSide, State
 from elaswave_plugin.communicator.links.frames import Hello
 from elaswave_plugin.communicator.links.listeners import Listeners
@@ -49,6 +51,7 @@ class Connections:
         self._listeners = Listeners(host)
         self.address = self._listeners.address
         self._strangers = Strangers(self.address)
+        self._look_at_s = 0.0
         self.sockets = select.epoll()
         for descriptor in self._listeners.descriptors:
             self.sockets.register(descriptor, _READ)
@@ -111,12 +114,23 @@ class Connections:
         self._listeners.close()
         self.sockets.close()
 
-    def end_strangers(self) -> float | None:
-        """End those that did not prove the secret in time; seconds until the next is late."""
+    def end_late(self) -> float:
+        """End links that are silent, and strangers that proved nothing in time.
+
+        Returns the seconds until that is to be asked again.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + silence.LOOK_EVERY_S
+            for link in [*self.links.values()]:
+                if link.is_far and link.is_silent:
+                    link.was_silent = True
+                    self._retire(link, "broken: the other machine answers nothing")
+                    self._on_broken(link)
         if not len(self._strangers):
-            return None
+            return silence.LOOK_EVERY_S
         self._strangers.end_late()
-        return self._strangers.next_end_s()
+        return min(silence.LOOK_EVERY_S, self._strangers.next_end_s() or 0.0)
 
     # ---- what connections call ---------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from elaswave_plugin.communicator.links import detached
+from elaswave_plugin.communicator.links import detached, silence
 from elaswave_plugin.communicator.links.body_calls import Body
 from elaswave_plugin.communicator.links.buffers import Scratch
 from elaswave_plugin.communicator.links.connection import Connection, State
@@ -41,14 +41,15 @@ class LinkTable:
         host: str = "127.0.0.1",
         *,
         secret: Secret,
-        on_link_lost: Callable[[int, str], None] | None = None,
+        on_link_lost: Callable[[int, str, bool], None] | None = None,
         progress: ProgressPage | None = None,
     ) -> None:
         """Listen on an ephemeral port of `host`, and note the awaited workers in `progress`.
 
         Both ends of a link prove `secret` before a message is read.
-        `on_link_lost(slot, reason)` is a hint that a link broke which an operation needs; it is
-        called outside the lock, once a link. The operation goes on waiting.
+        `on_link_lost(slot, reason, silent)` is a hint that a link broke which an operation needs,
+        or that its other end answers nothing; it is called outside the lock, once a link. The
+        operation goes on waiting.
         """
         self.slot = slot
         self.epoch = 0
@@ -76,7 +77,7 @@ class LinkTable:
         self._closed = False
         self._poller = 0
         # How long the sockets may be left to themselves.
-        self._strangers_late_s = _LONGEST_POLL_S
+        self._look_again_s = silence.LOOK_EVERY_S
         self.connections = Connections(
             slot, host, secret=secret, messages=self, on_broken=self._broke
         )
@@ -287,7 +288,7 @@ class LinkTable:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or self._closed:
                 return
-            events = self._sockets.poll(min(left_s, self._strangers_late_s))
+            events = self._sockets.poll(min(left_s, self._look_again_s))
             with self._locked():
                 self._handle(events)
 
@@ -426,7 +427,7 @@ class LinkTable:
         if link.reported or callback is None or self._closed or self._interrupted is not None:
             return
         link.reported = True
-        self._after.append(lambda: callback(link.peer, link.why_closed))
+        self._after.append(lambda: callback(link.peer, link.why_closed, link.was_silent))
 
     # ---- progress ----------------------------------------------------------------------------
 
@@ -454,7 +455,7 @@ class LinkTable:
 
     def _progress_until_closed(self) -> None:
         while True:
-            self._top.poll(self._strangers_late_s)
+            self._top.poll(self._look_again_s)
             with self._locked():
                 if self._closed:
                     if not self._poller:
@@ -469,8 +470,7 @@ class LinkTable:
                 os.eventfd_read(self._kick)
             else:
                 self.connections.serve(descriptor, event)
-        late_s = self.connections.end_strangers()
-        self._strangers_late_s = _LONGEST_POLL_S if late_s is None else late_s
+        self._look_again_s = self.connections.end_late()
         if self._awaited:
             self._tell_whom_we_await()
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 
+from elaswave_plugin.communicator.links.silence import have_probed
 from elaswave_plugin.ipc.handshake import is_same_user
 
 _BACKLOG = 1024
@@ -92,4 +93,5 @@ def _ready(sock: socket.socket) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        have_probed(sock)
     return sock

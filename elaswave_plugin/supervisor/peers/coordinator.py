@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,6 +40,7 @@ from elaswave_plugin.ipc.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.supervisor.peers.hang_watch import HangWatch
 from elaswave_plugin.supervisor.peers.job_summary import Changes
 from elaswave_plugin.supervisor.peers.node_register import NodeRegister
+from elaswave_plugin.supervisor.peers.reach import Reach
 from elaswave_plugin.supervisor.peers.rendezvous import Meeting
 from elaswave_plugin.supervisor.peers.spoken_notes import words_of, words_of_view
 from elaswave_plugin.supervisor.peers.wait_watch import WaitWatch
@@ -117,6 +119,7 @@ class Coordinator:
             events=events,
             every_s=heartbeat.every_s,
         )
+        self._reach = Reach(reactor, slot=slot, secret=secret, events=events)
         self._waits = WaitWatch(self.agreement, self.peers, events, secret)
         self._lease = Lease(lasts_s=heartbeat.timeout_s)
         # The newest beat of each one, and when it came, by the clock of leases.
@@ -207,7 +210,23 @@ class Coordinator:
             os.close(pidfd)
         self._neighbours.clear()
 
+    def enter(self, *, wanted: Callable[[], bool]) -> None:
+        """The trainer is built: ask for its entry once all members of other nodes are reached.
+
+        It is not asked for where it is no longer ``wanted()``.
+        """
+        self._reach.wait(
+            self._far_members,
+            wanted=wanted,
+            then=lambda: self.agreement.trainer_ready(time.monotonic()),
+        )
+
     # ---- inside -------------------------------------------------------------------------------
+
+    def _far_members(self) -> dict[int, str]:
+        """Return where the supervisors of the members on other nodes answer."""
+        own, members = self.peers[self._slot].node, self.agreement.committed.ranks
+        return {slot: self.peers[slot].data for slot in members if self.peers[slot].node != own}
 
     def _open_neighbour(self, peer: Peer) -> None:
         """A pidfd of another supervisor on this node, to fence it for sure."""
