@@ -90,7 +90,7 @@ def test_a_pair_parted_silently_loses_one_of_the_two(
 def test_who_was_given_up_stays_out_until_it_reaches_all(
     network: Network, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    spec = replace(SPEC, steps=600, respawn=1, lost_trainers=())
+    spec = replace(SPEC, steps=300, respawn=1, lost_trainers=())
     with ExitStack() as stack:
         job = Parted(stack, network, spec, data, tmp_path / "run")
         job.seen.wait_for("unreached", slot=LOST, members=[2])
