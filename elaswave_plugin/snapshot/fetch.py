@@ -28,7 +28,7 @@ from elaswave_plugin.ipc.wire import (
     send_frame,
 )
 
-# So much has to come before a wait counts anew.
+# So much has to come before the next wait begins.
 _PIECE_BYTES = 1 << 20
 
 
