@@ -13,6 +13,7 @@ from elaswave_plugin.communicator.groups.algorithms import receive, send
 from elaswave_plugin.communicator.links import silence
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation
+from elaswave_plugin.errors import LinkError
 from tests.job_secret import SECRET
 
 LIMIT_S, SHORT_S = 10.0, 0.3
@@ -91,3 +92,24 @@ def test_a_dial_that_nobody_answers_is_told(lost: "SimpleQueue[Any]") -> None:
         table.close()
         for sock in waiting:
             sock.close()
+
+
+def test_a_look_at_the_links_is_no_progress_of_a_wait(
+    lost: "SimpleQueue[Any]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor counts from the last word of who is awaited: a hang would never be one."""
+    monkeypatch.setattr(silence, "LOOK_EVERY_S", 0.02)
+    table, other = table_of(lost), LinkTable(1, THERE, secret=SECRET)
+    for one in (table, other):
+        one.open_epoch(1, {0: table.address, 1: other.address})
+    told = list[int]()
+    monkeypatch.setattr(table.page, "waits_for", lambda peer, *number: told.append(peer))
+    group = Group(number=7, label="pair", members=(0, 1), rank=0)
+    operation = Operation(table, group, "recv", timeout_s=LIMIT_S, tag=0)
+    table.run(operation, lambda op: receive(op, memoryview(bytearray(5)), 1))
+    with pytest.raises(LinkError, match="timed out"):
+        table.wait(operation, 0.6)
+    # Once as it begins and once as it ends.
+    assert len(told) == 2
+    for one in (table, other):
+        one.close()

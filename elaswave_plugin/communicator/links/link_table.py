@@ -471,7 +471,8 @@ class LinkTable:
             else:
                 self.connections.serve(descriptor, event)
         self._look_again_s = self.connections.end_late()
-        if self._awaited:
+        # A look at silent links moves no byte: a wait goes on, and counts as one.
+        if self._awaited and events:
             self._tell_whom_we_await()
 
 
