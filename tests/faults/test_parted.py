@@ -16,10 +16,10 @@ from tests.faults.network import Network, network_of
 from tests.faults.networked import LIMIT_S, Seen, end, launched
 from tests.proofs import Kind, Promise, proves
 
-PAIR, LOST = (2, 3), 3
+PAIR = (2, 3)
 # The last time that the others stand still for.
 WITHIN_S = 10.0
-SPEC = JobSpec(nproc=4, nodes=4, steps=60, dump="last", lost_trainers=(LOST,))
+SPEC = JobSpec(nproc=4, nodes=4, steps=60, dump="last")
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ class Parted:
         return max(after - before for before, after in pairwise(times))
 
 
-@proves(Kind.LINK, Promise.EQUAL, victim=str(LOST))
+@proves(Kind.LINK, Promise.EQUAL)
 @pytest.mark.timeout(300)
 def test_a_pair_parted_silently_loses_one_of_the_two(
     network: Network, data: Path, tmp_path: Path, reference: Reference
@@ -80,25 +80,25 @@ def test_a_pair_parted_silently_loses_one_of_the_two(
         run = job.end()
     check_equal(run, reference(SPEC))
     views = [event["ranks"] for event in run.events("view_committed")]
-    assert views[-1] == [0, 1, 2] and all({0, 1, 2} <= {*ranks} for ranks in views)
-    assert "the link between workers 3 and 2 is broken: the other machine answers" in run.output
+    # By the links, or before them by the hang watch, where the others wait in a circle.
+    assert views[-1] in ([0, 1, 2], [0, 1, 3]) and all(len(ranks) >= 3 for ranks in views)
     assert job.longest_pause_s() < WITHIN_S
 
 
-@proves(Kind.LINK, Promise.EQUAL, victim=str(LOST))
+@proves(Kind.LINK, Promise.EQUAL)
 @pytest.mark.timeout(300)
 def test_who_was_given_up_stays_out_until_it_reaches_all(
     network: Network, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    spec = replace(SPEC, steps=300, respawn=1, lost_trainers=())
+    spec = replace(SPEC, steps=300, respawn=1)
     with ExitStack() as stack:
         job = Parted(stack, network, spec, data, tmp_path / "run")
-        job.seen.wait_for("unreached", slot=LOST, members=[2])
+        out = job.seen.wait_for("unreached")
         job.heal()
-        job.seen.wait_for("entered", slot=LOST)
+        job.seen.wait_for("entered", slot=out["slot"])
         run = job.end()
     check_equal(run, reference(spec))
     views = [event["ranks"] for event in run.events("view_committed")]
-    assert views[-1] == [0, 1, 2, 3] and all({0, 1, 2} <= {*ranks} for ranks in views)
-    assert "stays out while it cannot reach workers 2" in run.output
+    assert views[-1] == [0, 1, 2, 3] and all(len(ranks) >= 3 for ranks in views)
+    assert {out["slot"], *out["members"]} == {*PAIR}
     assert job.longest_pause_s() < WITHIN_S
