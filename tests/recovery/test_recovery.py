@@ -30,7 +30,7 @@ def _worker() -> Any:
         member=SimpleNamespace(
             check=None, secret=None, progress_page=SimpleNamespace(waiting=lambda _: None)
         ),
-        state=SimpleNamespace(pool=None, leave_seal=lambda: None),
+        state=SimpleNamespace(access=None, leave_seal=lambda: None),
     )
 
 
@@ -48,7 +48,7 @@ def test_weights_that_differ_are_read_anew_and_then_end_the_job(
 ) -> None:
     asked: list[dict[int, tuple[int, int]]] = []
 
-    def restore(*, make_plan: Callable[..., Any], **_: Any) -> Any:
+    def restore(_: object, *, make_plan: Callable[..., Any], **__: Any) -> Any:
         plan = make_plan()
         asked.append(plan.live)
         return SimpleNamespace(plan=plan, masters=None, capsule=None)
