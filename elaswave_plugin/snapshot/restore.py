@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,20 +69,14 @@ def restore(
 
     ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. ``reading`` is entered
     around what may take the timeout for each source; one of which nothing comes for 2 s is put off
-    while there are others.
+    while others have the same step.
     Raises PlanDigestError, SnapshotGapError.
     """
     rejected, put_off = frozenset[SealedShard](), frozenset[SealedShard]()
     # Where another copy can be had, one that does not come is not waited for.
     access = replace(access, stall_s=min(_STALL_S, access.timeout_s))
+    plan = make_plan(rejected=rejected)
     while True:
-        try:
-            plan = make_plan(rejected=rejected | put_off)
-        except SnapshotGapError:
-            if not put_off:
-                raise
-            put_off, access = frozenset(), replace(access, stall_s=access.timeout_s)
-            continue
         _compare_digests(plan)
         found: SealedShard | None = None
         state = None
@@ -96,8 +91,22 @@ def restore(
         unread = {one for one in everyone if one is not None}
         if access.stall_s < access.timeout_s:
             put_off |= unread
+            other = _plan_of_step(plan.restore_step, partial(make_plan, rejected=put_off))
+            if other is None:
+                access = replace(access, stall_s=access.timeout_s)
+            plan = other or make_plan(rejected=rejected)
         else:
             rejected |= unread
+            plan = make_plan(rejected=rejected)
+
+
+def _plan_of_step(step: int, make_plan: Callable[[], RecoveryPlan]) -> RecoveryPlan | None:
+    """A plan that goes back no further; None where there is none."""
+    try:
+        plan = make_plan()
+    except SnapshotGapError:
+        return None
+    return plan if plan.restore_step == step else None
 
 
 def _exchange(found: SealedShard | None) -> list[SealedShard | None]:

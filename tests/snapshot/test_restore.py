@@ -5,7 +5,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,40 +82,45 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
         assert 0.2 <= time.monotonic() - started_s < LONG_S / 4
 
 
-def test_one_that_answers_nothing_is_put_off_while_there_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    alone(monkeypatch)
-    monkeypatch.setattr(restore, "_STALL_S", 0.2)
+@contextmanager
+def served(state: torch.Tensor, step: int) -> Iterator[SealedShard]:
+    """The sealed state of worker 1, at its supervisor."""
     store = SnapshotStore(1)
     server = SnapshotServer(store, "127.0.0.1", secret=SECRET)
     server.start()
+    capacity = capacity_of(4 * state.numel() + 4)
     pool = SnapshotPool(
-        store.fds,
-        slot=1,
-        capacity_bytes=capacity_of(12 * 64 + 4),
-        needed_bytes=0,
-        available_bytes=0,
+        store.fds, slot=1, capacity_bytes=capacity, needed_bytes=0, available_bytes=0
     )
-    state = torch.arange(3 * 64, dtype=torch.float32)
     pool.begin_seal(
-        step=4, epoch=1, ranks=[1], units=[0], parts=[state], capsule=b"seed", before_seal=int
+        step=step, epoch=1, ranks=[1], units=[0], parts=[state], capsule=b"seed", before_seal=int
     )()
-    (sealed_here,) = store.inventory(server.address)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        mute = replace(sealed_here, holder_address=address)
-        asked = list[frozenset[SealedShard]]()
-
-        def make(rejected: frozenset[SealedShard]) -> RecoveryPlan:
-            asked.append(rejected)
-            return plan_from(rejected, [sealed_here if mute in rejected else mute])
-
-        restored = restore.restore(access(LONG_S), make_plan=make)
-    assert torch.equal(restored.masters[:64], state[:64])
-    assert asked == [frozenset(), frozenset({mute})]
+    (found,) = store.inventory(server.address)
+    yield found
     server.close()
     store.close()
+
+
+@pytest.mark.parametrize("older", [0, 1], ids=["of the same step", "of an older step"])
+def test_one_that_answers_nothing_is_put_off_while_others_have_its_step(
+    monkeypatch: pytest.MonkeyPatch, older: int
+) -> None:
+    """One step more is lost only where the newest one has not come within the whole time."""
+    alone(monkeypatch)
+    monkeypatch.setattr(restore, "_STALL_S", 0.2)
+    state, limit_s = torch.arange(3 * 64, dtype=torch.float32), 1.0
+    with served(state, 4) as there, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        mute = replace(there, holder_address=address, step=4 + older)
+
+        def make(rejected: frozenset[SealedShard]) -> RecoveryPlan:
+            return plan_from(rejected, [there if mute in rejected else mute])
+
+        began_s = time.monotonic()
+        restored = restore.restore(access(limit_s), make_plan=make)
+        waited_s = time.monotonic() - began_s
+    assert torch.equal(restored.masters[:64], state[:64])
+    assert (waited_s >= limit_s) is bool(older)
 
 
 def test_the_only_one_is_waited_for_as_long_as_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

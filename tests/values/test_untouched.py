@@ -26,6 +26,12 @@ def test_memory_is_taken_as_it_is_written() -> None:
     assert not zeros[1].any() and zeros.dtype == torch.float32
 
 
+def test_what_is_not_there_is_an_error_of_memory() -> None:
+    """Which a recovery answers by taking over less."""
+    with pytest.raises(MemoryError, match=r"cannot allocate \d+ bytes"):
+        untouched_zeros(1 << 50)
+
+
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (5,), (2, 3)])
 def test_they_are_zeros_of_that_shape(shape: tuple[int, ...]) -> None:
     zeros = untouched_zeros(*shape)

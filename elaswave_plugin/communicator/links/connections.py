@@ -130,7 +130,8 @@ class Connections:
         if not len(self._strangers):
             return silence.LOOK_EVERY_S
         self._strangers.end_late()
-        return min(silence.LOOK_EVERY_S, self._strangers.next_end_s() or 0.0)
+        late_s = self._strangers.next_end_s()
+        return silence.LOOK_EVERY_S if late_s is None else min(silence.LOOK_EVERY_S, late_s)
 
     # ---- what connections call ---------------------------------------------------------------
 
