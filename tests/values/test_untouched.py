@@ -27,7 +27,7 @@ def test_memory_is_taken_as_it_is_written() -> None:
 
 
 def test_what_is_not_there_is_an_error_of_memory() -> None:
-    """Which a recovery answers by taking over less."""
+    """Memory that is refused is an error that a recovery answers by taking over less."""
     with pytest.raises(MemoryError, match=r"cannot allocate \d+ bytes"):
         untouched_zeros(1 << 50)
 
