@@ -134,8 +134,9 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
     """One document of all answers; `silent`: why a supervisor did not answer, by slot.
 
     The newest view that any knows holds. Keys: asked_s, view, proposal (or None), layout (or
-    None), workers (one of each slot), standbys (idle supervisors), vacant (slots of the reserve in
-    which no worker has been), views (recent, oldest first).
+    None), workers (one of each slot), unheard (pairs that do not hear each other), standbys (idle
+    supervisors), vacant (slots of the reserve in which no worker has been), views (recent, oldest
+    first).
     """
     first = _best(answers)
     by_slot = {answer["slot"]: answer for answer in answers}
@@ -169,6 +170,11 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
         "proposal": _open_proposal(answers, first["view"]["epoch"]),
         "layout": _layout(first, answers),
         "workers": workers,
+        "unheard": [
+            {"slot": answer["slot"], "peer": one["slot"], "since_s": one["since_s"]}
+            for answer in answers
+            for one in answer["unheard"]
+        ],
         "standbys": _standbys(answers),
         "vacant": first["vacant"],
         "views": _views(answers),

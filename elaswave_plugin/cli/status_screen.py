@@ -76,6 +76,10 @@ def _headline(status: Record) -> Text:
         text.append(f"; standby: {where}", style="not bold")
     if status["vacant"]:
         text.append(f"; {len(status['vacant'])} more may join", style="not bold")
+    for one in status["unheard"]:
+        silent_s = status["asked_s"] - one["since_s"]
+        pair = f"\nworker {one['slot']} hears nothing of worker {one['peer']}"
+        text.append(f"{pair} for {silent_s:.0f} s", style="yellow")
     proposal = status["proposal"]
     if proposal is not None:
         change = f"\nview {proposal['epoch']} proposed {proposal['open_s']:.1f} s ago"

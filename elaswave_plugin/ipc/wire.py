@@ -15,6 +15,7 @@ from typing import Any
 
 from elaswave_plugin.core.codec import WireMessage, to_json
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.silence import silent_s
 
 Frame = dict[str, Any]
 Check = Callable[[], None]
@@ -103,6 +104,12 @@ class Channel:
         self._unsent += data
         if first:
             self._write()
+
+    @property
+    def silent_s(self) -> float:
+        """The seconds for which the other machine has answered nothing; 0 where it is this one."""
+        is_far = not self.closed and self._sock.family in (socket.AF_INET, socket.AF_INET6)
+        return silent_s(self._sock) if is_far else 0.0
 
     def close(self) -> None:
         """Close without calling back; what was not sent is lost."""
@@ -294,6 +301,14 @@ def probe_when_silent(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+
+def end_when_silent(sock: socket.socket, seconds: int) -> None:
+    """Have the kernel end a connection whose other machine answers nothing for so long."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def has_ended(sock: socket.socket) -> bool:

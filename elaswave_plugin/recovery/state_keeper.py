@@ -91,6 +91,8 @@ class StateKeeper:
         self._view, self._shard_group = view, placement.shard_group_of(self._member.slot)
         self._seals_in_epoch, self._handed_over = 0, False
         self._noted_seals, self._step_began_s = 0, None
+        # Addresses of which nothing was heard: in another view they may be heard again.
+        self._unheard = set[str]()
         self._fit.interrupt()
         # An interrupted attempt may have come to its update on some workers only.
         self.is_updated = False
@@ -305,6 +307,7 @@ class StateKeeper:
             pool=self.pool,
             secret=self._member.secret,
             timeout_s=self._config.transfer_timeout_s,
+            unheard=self._unheard,
             check=self._member.check,
         )
 

@@ -11,17 +11,18 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import near_name
+from elaswave_plugin.ipc.relay import connect_by
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
 from elaswave_plugin.ipc.wire import (
     Check,
-    connect,
     receive_descriptor,
     receive_frame,
     receive_into,
@@ -62,9 +63,15 @@ class Fetcher:
         secret: Secret,
         timeout_s: float,
         stall_s: float = math.inf,
+        relays: Sequence[str] = (),
+        unheard: set[str] | None = None,
         check: Check | None = None,
     ) -> None:
-        """``stall_s``: the longest that nothing may come while something is awaited."""
+        """``stall_s``: the longest that nothing may come while something is awaited.
+
+        ``relays``: supervisors by which to go where this one cannot be heard from here, as those in
+        ``unheard`` could not before.
+        """
         self.address = address
         self._stall_s = stall_s
         self._check = check
@@ -73,7 +80,9 @@ class Fetcher:
         self._memory: dict[_Sealed, _Memory] = {}
         try:
             first_s = min(timeout_s, stall_s)
-            self._sock: socket.socket = _connect_near(address) or connect(address, first_s, check)
+            self._sock: socket.socket = _connect_near(address) or connect_by(
+                address, relays, secret=secret, timeout_s=first_s, unheard=unheard, check=check
+            )
             try:
                 prove(self._sock, secret, Kind.SERVER, timeout_s=first_s, check=check)
             except BaseException:

@@ -9,7 +9,7 @@ then an older step, then the job stops with the gap named.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -38,7 +38,8 @@ class Access:
     """A worker's way to sealed state: own memory in place, that of others with the job's secret.
 
     ``timeout_s``: for a piece that is fetched; ``stall_s``: the longest that nothing may come of
-    it. ``check`` is called all the time while bytes are awaited, and may raise EpochChanged.
+    it. ``unheard``: addresses of which nothing was heard in this view, which others reach for us.
+    ``check`` is called all the time while bytes are awaited, and may raise EpochChanged.
     """
 
     slot: int
@@ -46,6 +47,7 @@ class Access:
     secret: Secret
     timeout_s: float
     stall_s: float = math.inf
+    unheard: set[str] = field(default_factory=set)
     check: Callable[[], None] = lambda: None
 
 
@@ -125,7 +127,7 @@ def _compare_digests(plan: RecoveryPlan) -> None:
 
 def _read(plan: RecoveryPlan, access: Access) -> RestoredState:
     (masters,), fetched_bytes = read_parts(plan, WEIGHTS, access)
-    with _open(_nearest_capsule(plan, access.slot), access) as reader:
+    with _open(_nearest_capsule(plan, access.slot), plan, access) as reader:
         capsule = reader.read_capsule()
     return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
 
@@ -153,7 +155,7 @@ def read_parts(
     target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
     fetched_bytes = 0
     for source, pieces in plan.pieces(access.slot):
-        with _open(source, access) as reader:
+        with _open(source, plan, access) as reader:
             before = plan.before(source).shard_numel
             num_bytes = reader.read_ranges(_ranges(parts, pieces, before, numel, target))
             fetched_bytes += 0 if source.holder == access.slot else num_bytes
@@ -161,7 +163,7 @@ def read_parts(
 
 
 @contextmanager
-def _open(source: SealedShard, access: Access) -> Iterator[VerifiedReader]:
+def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[VerifiedReader]:
     if source.holder == access.slot and not source.is_copy:
         copy = access.pool.reader(source.buffer)
 
@@ -177,6 +179,8 @@ def _open(source: SealedShard, access: Access) -> Iterator[VerifiedReader]:
             secret=access.secret,
             timeout_s=access.timeout_s,
             stall_s=access.stall_s,
+            relays=sorted({one.holder_address for shards in plan.sources for one in shards}),
+            unheard=access.unheard,
             check=access.check,
         ) as fetcher:
             of = {"owner": source.owner, "step": source.step, "epoch": source.epoch}

@@ -62,6 +62,7 @@ class Copies:
             peer.data,
             secret=self._rendezvous.secret,
             same_node=peer.node == self._rendezvous.node,
+            relays=[one.data for one in self._peers if one.node != self._rendezvous.node],
             on_copied=partial(self._copied, target),
             on_broken=partial(self._broken, target),
             on_moving=partial(self._moving, target),

@@ -8,7 +8,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -16,12 +16,14 @@ from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.handshake import HandshakeError, Kind, admit, is_same_user, prove
 from elaswave_plugin.ipc.peer import near_name
+from elaswave_plugin.ipc.relay import connect_by
 from elaswave_plugin.ipc.requests import Answer
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, BUFFERS
 from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import (
     Frame,
+    end_when_silent,
     probe_when_silent,
     receive_frame,
     receive_into,
@@ -35,6 +37,8 @@ STALL_S = 30.0
 IDLE_S = 86400.0
 ACCEPT_AGAIN_S = 0.05
 COPY_AGAIN_S = 0.2
+# A copy is awaited by all: where its way has gone, another one is taken.
+_SILENT_S = 3
 _REQUEST_BYTES = 1 << 20
 TELL_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 20
@@ -206,7 +210,8 @@ class SnapshotCopier:
     A supervisor of another node gets a copy of each. One of the same node gets descriptors of the
     two buffers, once: they keep the memory alive when this worker and its supervisor are gone.
     `on_copied(step, epoch)` is called for each. All wait for a copy before the next snapshot
-    is sealed, so it is tried again until it arrives, is overwritten, or `close` is called;
+    is sealed, so it is tried again, by one of `relays` where the other cannot be heard from here,
+    until it arrives, is overwritten, or `close` is called;
     `on_broken(why)` is called where the reason is another one than that of the last try, and
     `on_moving()` every few tenths of a second while bytes of a copy move.
     """
@@ -218,6 +223,7 @@ class SnapshotCopier:
         *,
         secret: Secret,
         same_node: bool = False,
+        relays: Sequence[str] = (),
         on_copied: Callable[[int, int], None],
         on_broken: Callable[[str], None],
         on_moving: Callable[[], None],
@@ -226,6 +232,7 @@ class SnapshotCopier:
         self._address = address
         self._secret = secret
         self._same_node = same_node
+        self._relays = relays
         self._on_copied = on_copied
         self._on_broken = on_broken
         self._on_moving = on_moving
@@ -273,9 +280,8 @@ class SnapshotCopier:
         if self._same_node:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         else:
-            host, _, port = self._address.rpartition(":")
-            sock = socket.create_connection((host, int(port)), timeout=STALL_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = connect_by(self._address, self._relays, secret=self._secret, timeout_s=STALL_S)
+            end_when_silent(sock, _SILENT_S)
         try:
             if self._same_node:
                 sock.settimeout(STALL_S)

@@ -26,6 +26,7 @@ from elaswave_plugin.ipc.frames import (
 )
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.wire import Frame
+from elaswave_plugin.supervisor.peers.unheard import Silence
 
 RECENT_VIEWS = 20
 
@@ -124,6 +125,7 @@ class StatusBoard:
         *,
         view: MembershipView,
         lost: Mapping[int, str],
+        unheard: Iterable[Silence],
         peers: Sequence[Peer],
         standbys: Sequence[dict[str, Any]],
         inventory: Iterable[SealedShard],
@@ -133,7 +135,7 @@ class StatusBoard:
         """The answer to a status request, for `elaswave_plugin.cli.status`.
 
         `view`: the newest one; `lost`: supervisors that are gone, with the evidence;
-        `standbys`: idle ones that wait for a slot.
+        `unheard`: those of which nothing comes here; `standbys`: idle ones that wait for a slot.
         """
         proposal = self._proposal
         # It is decided a moment before the trainer is told.
@@ -158,6 +160,7 @@ class StatusBoard:
                 for slot, evidence in lost.items()
                 if slot not in free
             ],
+            "unheard": [one._asdict() for one in unheard],
             "vacant": list(free),
             "snapshots": [
                 {key: getattr(one, key) for key in ("owner", "step", "epoch", "length")}

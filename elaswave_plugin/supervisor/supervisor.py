@@ -42,6 +42,7 @@ from elaswave_plugin.ipc.environment import HOST, SLOT
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.process_tree import Orphans
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.relay import RELAY, carry
 from elaswave_plugin.ipc.requests import in_loop
 from elaswave_plugin.ipc.stack_line import where_is
 from elaswave_plugin.ipc.title import set_title
@@ -76,11 +77,7 @@ class Supervisor:
     """Runs the trainer of one slot, and another where that is lost; `run` returns the exit code."""
 
     def __init__(
-        self,
-        spec: SupervisorSpec,
-        *,
-        listener: socket.socket | None,
-        zygote: socket.socket | None,
+        self, spec: SupervisorSpec, *, listener: socket.socket | None, zygote: socket.socket | None
     ) -> None:
         self._spec = spec
         self._slot = spec.rendezvous.slot
@@ -237,12 +234,13 @@ class Supervisor:
             "admit": lambda request: self._reception.answer_admit(request),
         }
         take = partial(take_link, self._reactor, lambda: self._reception)
+        relay = partial(carry, lambda: {peer.data for peer in self._coordinator.peers})
         in_turn = {name: in_loop(self._reactor, answer) for name, answer in answers.items()}
         return SnapshotServer(
             self._store,
             self._spec.host,
             {**in_turn, "where": self._answer_where},
-            {"link": take, REGISTER: self._register.hand},
+            {"link": take, REGISTER: self._register.hand, RELAY: relay},
             secret=self._spec.rendezvous.secret,
         )
 
@@ -259,6 +257,7 @@ class Supervisor:
         return self._board.report(
             view=self._agreement.committed,
             lost=self._coordinator.lost,
+            unheard=self._coordinator.unheard.silences,
             peers=self._coordinator.peers,
             standbys=self._reception.standbys(),
             inventory=self._store.inventory(self._data_address),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.communicator.groups.algorithms import receive, send
-from elaswave_plugin.communicator.links import silence
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation
 from elaswave_plugin.errors import LinkError
+from elaswave_plugin.ipc import silence
 from tests.job_secret import SECRET
 
 LIMIT_S, SHORT_S = 10.0, 0.3

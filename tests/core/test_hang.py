@@ -45,6 +45,27 @@ def test_the_one_that_waits_for_nobody_is_the_culprit() -> None:
     }
 
 
+@pytest.mark.parametrize("seen_by", [(2,), (3,), (2, 3)])
+def test_of_two_that_do_not_hear_each_other_the_higher_one_goes(seen_by: tuple[int, ...]) -> None:
+    """Whichever of them notices, whichever is behind, and though their operations differ."""
+    unheard = {slot: (5 - slot,) if slot in seen_by else () for slot in (2, 3)}
+    two = [page(slot, 5 - slot, operations=40 + slot, unheard=unheard[slot]) for slot in (2, 3)]
+    words = (
+        "no progress for 2.5 s in backward of step 7 (limit 2 s with a recovery); workers 0, 2"
+        " wait for it in a circle, in which it and another one do not hear each other"
+    )
+    assert verdicts(page(0, 3), *two) == {3: words}
+    differs = [replace(one, waits_in=one.slot, limit_s=60.0, floor_s=2.0) for one in two]
+    assert verdicts(page(0, 3), *differs) == {3: words}
+    # Without a silence it is the one that is behind.
+    assert list(verdicts(page(0, 3), *(replace(one, unheard=()) for one in two))) == [2]
+
+
+def test_a_silence_of_others_is_not_the_circle_s() -> None:
+    two = [page(1, 2, operations=39, unheard=(3,)), page(2, 1)]
+    assert list(verdicts(*two)) == [1]
+
+
 def test_a_stopped_worker_that_blocks_another_is_named_as_stopped() -> None:
     assert verdicts(page(0, 1), page(1, stopped_s=2.2, phase="data")) == {
         1: "no progress for 2.5 s in data of step 7, stopped by a signal for 2.2 s"

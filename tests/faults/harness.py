@@ -256,7 +256,8 @@ class Zygote:
             process.wait(timeout=20)
 
 
-def _sabotage(spec: JobSpec) -> str:
+def sabotage_of(spec: JobSpec) -> str:
+    """Return the statements with which each worker of a job begins."""
     found = spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
     for key, slots in (("pid", spec.lost_trainers), ("supervisor_pid", spec.lost_supervisors)):
         if slots:
@@ -272,7 +273,7 @@ def _arguments(
         *place,
         f"--zygote={zygote.socket}",
         f"--dir={directory}",
-        *([str(SABOTAGED), sabotage] if (sabotage := _sabotage(spec)) else []),
+        *([str(SABOTAGED), sabotage] if (sabotage := sabotage_of(spec)) else []),
         *([str(WALK), spec.walk] if spec.walk else []),
         *([str(ALTERNATE), spec.alternate] if spec.alternate else []),
         spec.script,

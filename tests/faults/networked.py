@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
-from tests.faults.harness import SABOTAGED, SCRIPT, JobSpec, left_alive
+from tests.faults.harness import SABOTAGED, JobSpec, left_alive
 from tests.faults.network import Network
 from tests.supervisor.jobs import LAUNCH, environment
 
@@ -30,7 +30,7 @@ def launched(
     command = [sys.executable, "-W", "ignore", "-c", LAUNCH, *place, *options, *meeting]
     with (directory / "output").open("ab") as output:
         return subprocess.Popen(
-            [*network.nodes[node], *command, str(SABOTAGED), sabotage, str(SCRIPT), *arguments],
+            [*network.nodes[node], *command, str(SABOTAGED), sabotage, spec.script, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

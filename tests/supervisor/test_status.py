@@ -34,6 +34,7 @@ from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.requests import in_loop
+from elaswave_plugin.supervisor.peers.unheard import Silence
 from elaswave_plugin.supervisor.status_board import StatusBoard
 from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
@@ -296,7 +297,7 @@ def answer(slot: int, **more: object) -> Record:
     view = to_json(first_view((0, 0, 0)))
     peers = [{"slot": s, "node": 0, "pid": 100 + s, "address": f"h:{s}"} for s in range(3)]
     nothing: Record = {"views": [], "proposal": None, "layout": None, "lost": [], "exited": None}
-    nothing |= {"standbys": [], "slow": [], "vacant": []}
+    nothing |= {"standbys": [], "slow": [], "vacant": [], "unheard": []}
     return {
         "t": "status",
         "slot": slot,
@@ -384,6 +385,7 @@ def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
     board = StatusBoard(0)
     board.heard(SlowSeen(slow=slow))
     facts: Record = {"lost": {}, "peers": [], "inventory": [], "progress": None, "standbys": []}
+    facts["unheard"] = []
     told = board.report(view=first_view((0,)), now_s=0.0, **facts)["slow"]
     lost = [{"slot": 2, "evidence": "its link is gone"}]
     status = merge([answer(0, slow=told, lost=lost), answer(1)], silent={}, now_s=5.0)
@@ -445,8 +447,23 @@ def test_of_each_view_the_first_moment_counts() -> None:
 def reported(board: StatusBoard) -> Record:
     view = first_view((0,))
     return board.report(
-        view=view, lost={}, peers=[], standbys=[], inventory=[], progress=None, now_s=2.0
+        view=view,
+        lost={},
+        unheard=[Silence(2, 1.5)],
+        peers=[],
+        standbys=[],
+        inventory=[],
+        progress=None,
+        now_s=2.0,
     )
+
+
+def test_the_pairs_that_do_not_hear_each_other_are_named() -> None:
+    assert reported(StatusBoard(0))["unheard"] == [{"slot": 2, "since_s": 1.5}]
+    answers = [answer(0), answer(2, unheard=[{"slot": 1, "since_s": 1.5}])]
+    status = merge(answers, silent={}, now_s=5.0)
+    assert status["unheard"] == [{"slot": 2, "peer": 1, "since_s": 1.5}]
+    assert "worker 2 hears nothing of worker 1 for 4 s" in drawn(status)
 
 
 def test_the_phases_of_a_board() -> None:

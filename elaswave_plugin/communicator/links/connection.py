@@ -9,7 +9,6 @@ from contextlib import suppress
 from enum import Enum
 from typing import Protocol
 
-from elaswave_plugin.communicator.links import silence
 from elaswave_plugin.communicator.links.frames import (
     HEADER_BYTES,
     FrameHeader,
@@ -19,6 +18,7 @@ from elaswave_plugin.communicator.links.frames import (
 )
 from elaswave_plugin.communicator.links.transfers import Inbound, Send
 from elaswave_plugin.errors import LinkError
+from elaswave_plugin.ipc import silence
 from elaswave_plugin.ipc.handshake import (
     ANSWER_BYTES,
     OPENING_BYTES,

@@ -7,11 +7,11 @@ import select
 import time
 from collections.abc import Callable, Mapping
 
-from elaswave_plugin.communicator.links import silence
 from elaswave_plugin.communicator.links.connection import Connection, MessageSide, State
 from elaswave_plugin.communicator.links.frames import Hello
 from elaswave_plugin.communicator.links.listeners import Listeners
 from elaswave_plugin.errors import LinkError
+from elaswave_plugin.ipc import silence
 from elaswave_plugin.ipc.handshake import Accepting, Dialling, HandshakeError, Kind
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.strangers import Strangers

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from elaswave_plugin.communicator.links import detached, silence
+from elaswave_plugin.communicator.links import detached
 from elaswave_plugin.communicator.links.body_calls import Body
 from elaswave_plugin.communicator.links.buffers import Scratch
 from elaswave_plugin.communicator.links.connection import Connection, State
@@ -21,6 +21,7 @@ from elaswave_plugin.communicator.links.operation import Operation, Steps
 from elaswave_plugin.communicator.links.transfers import Inbound, Receive, Send
 from elaswave_plugin.core.agreement.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
+from elaswave_plugin.ipc import silence
 from elaswave_plugin.ipc.progress_page import ProgressPage
 from elaswave_plugin.ipc.secret import Secret
 

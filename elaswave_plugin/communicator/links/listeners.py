@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Iterator
 
-from elaswave_plugin.communicator.links.silence import have_probed
 from elaswave_plugin.ipc.handshake import is_same_user
+from elaswave_plugin.ipc.silence import have_probed
 
 _BACKLOG = 1024
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

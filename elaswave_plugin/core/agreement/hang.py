@@ -106,7 +106,8 @@ class Sample:
     the phase is work between steps, as a save. `entered`: native communicators, and how many calls
     on each it has entered, in one order on all members. `in_kernel_s`: for how long it was found
     asleep in the kernel where no signal wakes it; None: it is not. `in_kernel_limit_s`: the seconds
-    of that after which it is given up all the same; None: it is not.
+    of that after which it is given up all the same; None: it is not. `unheard`: the slots whose
+    machines have answered nothing to its machine for some time.
     """
 
     slot: int
@@ -126,6 +127,7 @@ class Sample:
     entered: tuple[tuple[int, int], ...] = ()
     in_kernel_s: float | None = None
     in_kernel_limit_s: float | None = None
+    unheard: tuple[int, ...] = ()
 
     @property
     def may_stall_s(self) -> float:
@@ -155,6 +157,11 @@ class Sample:
         return self.stalled_s >= self.may_stall_s or (self.stopped_s or 0.0) >= STOPPED_LIMIT_S
 
     @property
+    def is_apart(self) -> bool:
+        """True if it waits for a worker whose machine it does not hear."""
+        return self.waits_for in self.unheard
+
+    @property
     def is_late_in_circle(self) -> bool:
         """The same where it waits in another operation than those that wait for it."""
         return self.is_late or self.stalled_s >= self.may_stall_in_circle_s
@@ -165,13 +172,15 @@ class Waiting:
     """The workers that wait for one worker, sorted; `in_circle`: it waits for one of them itself.
 
     `differs`: it waits in another operation than one of them, so none of these ever ends;
-    `by_script`: some in the circle do work between steps that the script asks of them alone.
+    `by_script`: some in the circle do work between steps that the script asks of them alone;
+    `apart`: two in the circle do not hear each other, so it never ends either.
     """
 
     slots: tuple[int, ...] = ()
     in_circle: bool = False
     differs: bool = False
     by_script: bool = False
+    apart: bool = False
 
     def __str__(self) -> str:
         if not self.slots:
@@ -179,6 +188,8 @@ class Waiting:
         one = len(self.slots) == 1
         text = f"worker{'' if one else 's'} {', '.join(map(str, self.slots))}"
         text += f" wait{'s' if one else ''} for it"
+        if self.apart:
+            return f"{text} in a circle, in which it and another one do not hear each other"
         if self.differs:
             return f"{text} in another operation than the one in which it waits for them"
         return f"{text} in a circle, in which it is the furthest behind" if self.in_circle else text
@@ -242,6 +253,7 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
             in_circle=end in circles,
             differs=_differ(circles.get(end, ())),
             by_script=any(one.announced for one in circles.get(end, ())),
+            apart=any(one.is_apart for one in circles.get(end, ())),
         )
         for end, slots in waiters.items()
         if slots - {end}
@@ -251,7 +263,8 @@ def who_waits(members: Iterable[int], samples: Mapping[int, Sample]) -> dict[int
 def verdict(sample: Sample, waiting: Waiting) -> str | None:
     """Say why this worker has to go, as evidence; None if it may stay."""
     waits = sample.waits_for != NOBODY and not waiting.in_circle and not sample.is_stopped
-    is_late = sample.is_late_in_circle if waiting.differs else sample.is_late
+    never_ends = waiting.differs or waiting.apart
+    is_late = sample.is_late_in_circle if never_ends else sample.is_late
     if not is_late or not waiting.slots or waits:
         return None
     stopped = ""
@@ -272,7 +285,8 @@ def limit_of(sample: Sample, waiting: Waiting) -> float:
     """Return the seconds after which others go on without this worker, recovery included."""
     if sample.in_kernel_s is not None and sample.in_kernel_limit_s is not None:
         return sample.in_kernel_limit_s
-    limit_s = min(sample.limit_s, sample.floor_s) if waiting.differs else sample.limit_s
+    never_ends = waiting.differs or waiting.apart
+    limit_s = min(sample.limit_s, sample.floor_s) if never_ends else sample.limit_s
     return min(limit_s, STOPPED_LIMIT_S) if sample.is_stopped else limit_s
 
 
@@ -285,7 +299,13 @@ def _without_recovery(limit_s: float) -> float:
 
 
 def _differ(circle: Sequence[Sample]) -> bool:
-    """Return whether none of them ever goes on; a stopped one might do anything once it goes on."""
+    """Return whether none of them ever goes on, since their operations differ.
+
+    A stopped one might do anything once it goes on; of those that do not hear each other the
+    network is at fault.
+    """
+    if any(one.is_apart for one in circle):
+        return False
     return len({one.waits_in for one in circle}) > 1 and not any(one.is_stopped for one in circle)
 
 
@@ -302,9 +322,12 @@ def _end_of_chain(slot: int, samples: Mapping[int, Sample]) -> tuple[int | None,
             return None, []
         here = sample.waits_for
     circle = [samples[one] for one in path[path.index(here) :]]
-    differs = _differ(circle)
-    if not all(one.is_late_in_circle if differs else one.is_late for one in circle):
+    differs, apart = _differ(circle), [one for one in circle if one.is_apart]
+    if not all(one.is_late_in_circle if differs or apart else one.is_late for one in circle):
         return None, []
+    if apart:
+        # Always the same end of what is cut: the other one keeps all its workers.
+        return max(max(one.slot, one.waits_for) for one in apart), circle
     # All of them stand still, so every observer sees the same numbers.
     return min(circle, key=lambda one: _how_far(one, differs=differs)).slot, circle
 

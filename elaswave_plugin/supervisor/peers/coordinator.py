@@ -36,6 +36,7 @@ from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.silence import have_probed
 from elaswave_plugin.ipc.wire import Channel, Frame, encode, has_ended
 from elaswave_plugin.supervisor.peers.hang_watch import HangWatch
 from elaswave_plugin.supervisor.peers.job_summary import Changes
@@ -43,6 +44,7 @@ from elaswave_plugin.supervisor.peers.node_register import NodeRegister
 from elaswave_plugin.supervisor.peers.reach import Reach
 from elaswave_plugin.supervisor.peers.rendezvous import Meeting
 from elaswave_plugin.supervisor.peers.spoken_notes import words_of, words_of_view
+from elaswave_plugin.supervisor.peers.unheard import Unheard
 from elaswave_plugin.supervisor.peers.wait_watch import WaitWatch
 from elaswave_plugin.tracking.events import EventLog
 
@@ -51,6 +53,9 @@ _ASKS = 3
 default timeout, since these were not watched before."""
 
 """The least beats of a silence: one or two may be late."""
+
+APART_S = 1.5
+"""Where two wait in a circle, so long a silence between them is why: one answers each second."""
 
 
 class TrainerSide(Protocol):
@@ -112,11 +117,13 @@ class Coordinator:
         self._told_start = self.agreement.started
         self.lost: dict[int, str] = self.agreement.without_supervisor
         """Slots whose supervisors are gone or never came, with what was seen of it."""
+        self._channels: dict[int, Channel] = {}
         self._hangs = HangWatch(
             reactor,
             agreement=self.agreement,
             trainer=trainer_side,
             events=events,
+            unheard=self._unheard_now,
             every_s=heartbeat.every_s,
         )
         self._reach = Reach(reactor, slot=slot, secret=secret, events=events)
@@ -132,13 +139,14 @@ class Coordinator:
             if peer.slot not in self.lost:
                 self._open_neighbour(peer)
         self._held: dict[str, tuple[Peer, socket.socket]] = {}
-        self._channels: dict[int, Channel] = {}
         now_s = time.monotonic()
         self._heard_s: dict[int, float] = {}
         # How often those beside a silent leader were asked since they were last heard.
         self._asked: dict[int, int] = {}
         # Links to others that broke, where neither end leads: what was seen.
         self._cut: dict[int, str] = {}
+        self.unheard = Unheard(slot, events=events)
+        """Those of which nothing comes to this one."""
         self._last_sent: tuple[Message | None, bytes] = (None, b"")
         self._beat_due_s = now_s
         self._alarm_s: float | None = None
@@ -299,6 +307,7 @@ class Coordinator:
         self._channels[peer] = Channel(
             self._reactor, sock, on_frame=frame_came, on_close=closed, on_bytes=heard
         )
+        have_probed(sock)
 
     def _lose(self, peer: int, evidence: str) -> None:
         self.lost.setdefault(peer, evidence)
@@ -431,6 +440,7 @@ class Coordinator:
             self._asked.clear()
         else:
             self._lose_the_silent(leader, now_s)
+            self.unheard.look(self._silences(), speaks=self.speaks_for_node)
         self._beat_due_s = now_s + self._heartbeat.every_s
         self._reactor.after(self._heartbeat.every_s, self._beat)
 
@@ -451,6 +461,16 @@ class Coordinator:
             else:
                 self._asked[peer] += 1
                 self._channels[peer].send(Ask())
+
+    def _silences(self) -> dict[Peer, float]:
+        """Return how long the supervisors of other nodes have answered nothing."""
+        own = self.peers[self._slot].node
+        open_ones = ((self.peers[n], one) for n, one in self._channels.items() if not one.closed)
+        return {peer: one.silent_s for peer, one in open_ones if peer.node != own}
+
+    def _unheard_now(self) -> tuple[int, ...]:
+        """Return the slots of those whose machines do not answer the kernel's questions."""
+        return tuple(peer.slot for peer, silent_s in self._silences().items() if silent_s > APART_S)
 
     def _beside(self, leader: int) -> list[int]:
         """Those on the node of the leader, which is another one, to which a link stands."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import Protocol
 
 from elaswave_plugin.core.agreement.hang import (
@@ -44,7 +45,10 @@ class Trainer(Protocol):
 
 
 class HangWatch:
-    """One supervisor's part; `every_s` is the time between beats."""
+    """One supervisor's part; `every_s` is the time between beats.
+
+    `unheard()`: slots of which nothing comes to this machine.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class HangWatch:
         agreement: Agreement,
         trainer: Trainer,
         events: EventLog,
+        unheard: Callable[[], tuple[int, ...]] = tuple,
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +65,7 @@ class HangWatch:
         self._agreement = agreement
         self._trainer = trainer
         self._events = events
+        self._unheard = unheard
         self._every_s = every_s
         self._still_s = _STILL * every_s
         self._clock = clock
@@ -76,7 +82,7 @@ class HangWatch:
 
     def begin_beat(self) -> None:
         """The beats that follow are of one moment."""
-        own = self._trainer.progress(self._awake_s)
+        own = self._progress()
         is_told = own is not None and (own.entered or own.stalled_s >= self._still_s)
         self._told_own = own if is_told else None
         self._waiting = self._who_waits(self._told_own) if self._leads else {}
@@ -107,6 +113,12 @@ class HangWatch:
         return with_native_waits(self._known(self._told_own), still_s=self._still_s)
 
     # ---- inside -------------------------------------------------------------------------------
+
+    def _progress(self) -> Sample | None:
+        own = self._trainer.progress(self._awake_s)
+        if own is None or own.stalled_s < self._still_s:
+            return own
+        return replace(own, unheard=self._unheard())
 
     @property
     def _leads(self) -> bool:
@@ -140,7 +152,7 @@ class HangWatch:
         if now_s - self._due_s > self._every_s:
             # It is this process that did not run, and so maybe the whole machine or job.
             self._awake_s = now_s
-        own = self._trainer.progress(self._awake_s)
+        own = self._progress()
         pause_s = self._every_s
         if own is not None and not self._takes_part(own, self._members()):
             self._judge_newcomer(own)
@@ -198,6 +210,7 @@ class HangWatch:
             waiting=list(waiting.slots),
             in_circle=waiting.in_circle,
             differs=waiting.differs,
+            apart=waiting.apart,
         )
 
     def _tell_held(self, own: Sample, waiting: Waiting) -> None:

@@ -195,6 +195,9 @@ class EngineJob(AttachedEngine):
         counts = not self._engine.module.training
 
         def work() -> Any:
+            if not (counts or self._loop.dead):
+                # Before the first gather of ZeRO-3, which is no reading of data.
+                self._worker.phases.announce("forward")
             if self._needs_others_to_compute:
                 self._inputs = (inputs, kwargs)
             output = native(*inputs, **kwargs)

@@ -11,10 +11,10 @@ import socket
 import struct
 
 LIMIT_S = 3.0
-DIAL_LIMIT_S = 2.5
+DIAL_LIMIT_S = 2.0
 LOOK_EVERY_S = 0.5
 # An idle connection is asked so often, and is ours to give up.
-_PROBE_EVERY_S, _PROBES = 1, 100
+_PROBE_EVERY_S, _KERNEL_LIMIT_S = 1, 900
 # Of struct tcp_info (linux/tcp.h): segments on their way, milliseconds since the last answer, and
 # bytes that wait for room at the other end.
 _INFO = struct.Struct("=24xI28xI84xI")
@@ -25,7 +25,8 @@ def have_probed(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    # In place of a number of probes, of which the kernel allows 127.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _KERNEL_LIMIT_S)
 
 
 def silent_s(sock: socket.socket) -> float:
