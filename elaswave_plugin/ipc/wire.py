@@ -15,7 +15,7 @@ from typing import Any
 
 from elaswave_plugin.core.codec import WireMessage, to_json
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.ipc.silence import silent_s
+from elaswave_plugin.ipc.silence import Answers, answers
 
 Frame = dict[str, Any]
 Check = Callable[[], None]
@@ -106,10 +106,10 @@ class Channel:
             self._write()
 
     @property
-    def silent_s(self) -> float:
-        """The seconds for which the other machine has answered nothing; 0 where it is this one."""
+    def answers(self) -> Answers:
+        """The answers of the other machine; it is there at once where it is this one."""
         is_far = not self.closed and self._sock.family in (socket.AF_INET, socket.AF_INET6)
-        return silent_s(self._sock) if is_far else 0.0
+        return answers(self._sock) if is_far else Answers(0.0, 0)
 
     def close(self) -> None:
         """Close without calling back; what was not sent is lost."""

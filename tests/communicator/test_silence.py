@@ -45,7 +45,7 @@ def test_an_idle_peer_answers_and_one_without_room_is_not_judged() -> None:
         silence.have_probed(near)
         ends_s = time.monotonic() + 2.5
         while time.monotonic() < ends_s:
-            assert silence.silent_s(near) < 1.5
+            assert silence.answers(near).silent_s < 1.5
             time.sleep(0.1)  # the probes are the kernel's, one a second
         near.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -53,7 +53,7 @@ def test_an_idle_peer_answers_and_one_without_room_is_not_judged() -> None:
                 near.send(bytes(1 << 16))
         ends_s = time.monotonic() + 2.5
         while time.monotonic() < ends_s:
-            assert silence.silent_s(near) < 1.5
+            assert silence.answers(near).silent_s < 1.5
             time.sleep(0.1)
 
 
@@ -61,7 +61,9 @@ def test_a_link_that_is_needed_is_told_once_it_is_silent(
     lost: "SimpleQueue[Any]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     since_s = {HERE: 0.0, THERE: 0.0}
-    monkeypatch.setattr(silence, "silent_s", lambda sock: since_s[sock.getsockname()[0]])
+    monkeypatch.setattr(
+        silence, "answers", lambda sock: silence.Answers(since_s[sock.getsockname()[0]], 0)
+    )
     table, other = table_of(lost), LinkTable(1, THERE, secret=SECRET)
     for one in (table, other):
         one.open_epoch(1, {0: table.address, 1: other.address})

@@ -83,7 +83,7 @@ def warm_nodes(number: int, preload: tuple[str, ...], folder: Path) -> Iterator[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parted:
-    """What became of a job: the cut (None: it never came), and what the others lost by it."""
+    """The end of a job: the cut (None: it never came), and the time that the others lost."""
 
     run: Outcome
     cut: dict[str, Any] | None

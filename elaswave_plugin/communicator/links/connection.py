@@ -124,7 +124,7 @@ class Connection:
         age_s = time.monotonic() - self._since_s
         if self.state is State.DIALLING:
             return age_s > silence.DIAL_LIMIT_S
-        return age_s > silence.LIMIT_S and silence.silent_s(self.sock) > silence.LIMIT_S
+        return age_s > silence.LIMIT_S and silence.answers(self.sock).silent_s > silence.LIMIT_S
 
     def greet(self, hello: Hello) -> None:
         """Say which worker dials."""

@@ -43,6 +43,7 @@ from elaswave_plugin.supervisor.peers.job_summary import Changes
 from elaswave_plugin.supervisor.peers.node_register import NodeRegister
 from elaswave_plugin.supervisor.peers.reach import Reach
 from elaswave_plugin.supervisor.peers.rendezvous import Meeting
+from elaswave_plugin.supervisor.peers.resent import Resent
 from elaswave_plugin.supervisor.peers.spoken_notes import words_of, words_of_view
 from elaswave_plugin.supervisor.peers.unheard import Unheard
 from elaswave_plugin.supervisor.peers.wait_watch import WaitWatch
@@ -139,16 +140,15 @@ class Coordinator:
             if peer.slot not in self.lost:
                 self._open_neighbour(peer)
         self._held: dict[str, tuple[Peer, socket.socket]] = {}
-        now_s = time.monotonic()
         self._heard_s: dict[int, float] = {}
+        self._resent = Resent(heartbeat.timeout_s)
         # How often those beside a silent leader were asked since they were last heard.
         self._asked: dict[int, int] = {}
         # Links to others that broke, where neither end leads: what was seen.
         self._cut: dict[int, str] = {}
         self.unheard = Unheard(slot, events=events)
-        """Those of which nothing comes to this one."""
         self._last_sent: tuple[Message | None, bytes] = (None, b"")
-        self._beat_due_s = now_s
+        self._beat_due_s = time.monotonic()
         self._alarm_s: float | None = None
         for peer_slot, sock in meeting.links.items():
             self._add_link(peer_slot, sock)
@@ -256,6 +256,7 @@ class Coordinator:
         self._ending.discard(slot)
         self._heard_s.pop(slot, None)
         self._asked.pop(slot, None)
+        self._resent.forget(slot)
         self._cut.pop(slot, None)
         self._last_beats.pop(slot, None)
         held = self._held.pop(order.address, None)
@@ -449,10 +450,14 @@ class Coordinator:
         missed = silent_s.get(leader, 0.0) > 2 * self._heartbeat.every_s
         beside = self._beside(leader) if missed else []
         self._asked = {peer: self._asked.get(peer, 0) for peer in beside}
-        lost = [peer for peer in silent_s if silent_s[peer] > self._heartbeat.timeout_s]
+        limits_s = {
+            peer: self._resent.limit_s(peer, self._channels[peer].answers, now_s=now_s)
+            for peer in silent_s
+        }
+        lost = [peer for peer in silent_s if silent_s[peer] > limits_s[peer]]
         for peer in lost:
             if not self._channels[peer].closed:
-                was = f"was silent for {self._heartbeat.timeout_s:g} s"
+                was = f"was silent for {limits_s[peer]:g} s"
                 self._lose(peer, f"its supervisor (pid {self.peers[peer].pid}) {was}")
         for peer, count in self._asked.items():
             if leader in lost and count >= _ASKS:
@@ -466,7 +471,7 @@ class Coordinator:
         """Return how long the supervisors of other nodes have answered nothing."""
         own = self.peers[self._slot].node
         open_ones = ((self.peers[n], one) for n, one in self._channels.items() if not one.closed)
-        return {peer: one.silent_s for peer, one in open_ones if peer.node != own}
+        return {peer: one.answers.silent_s for peer, one in open_ones if peer.node != own}
 
     def _unheard_now(self) -> tuple[int, ...]:
         """Return the slots of those whose machines do not answer the kernel's questions."""
