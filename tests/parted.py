@@ -8,6 +8,8 @@ With ``--draw``, so many of each pair, direction and kind of moment, over jobs a
 import argparse
 import json
 import random
+import signal
+import sys
 import sysconfig
 import tempfile
 from collections import defaultdict
@@ -38,6 +40,8 @@ def main() -> int:
         parser.error(f"--only is {options.only!r}, which is in no case's name")
     if options.draw is not None:
         chosen = drawn(chosen, options.draw)
+    # So that nothing of it is left running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found = {"circumstances": circumstances("tests.parted")}
     pauses, failures = run_all(chosen)
     found |= {"rows": rows_of(pauses), "failures": failures}

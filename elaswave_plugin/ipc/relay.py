@@ -14,7 +14,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.ipc.wire import Check, Frame, connect, receive_frame, send_frame
+from elaswave_plugin.ipc.wire import (
+    Check,
+    Frame,
+    connect,
+    probe_when_silent,
+    receive_frame,
+    send_frame,
+)
 
 RELAY = "relay"
 # A machine of the same network that hears this one answers in milliseconds.
@@ -88,6 +95,7 @@ def carry(known: Callable[[], Collection[str]], request: Frame, sock: socket.soc
             send_frame(sock, {"t": RELAY, "error": str(error)})
             return
         with far:
+            probe_when_silent(far)
             send_frame(sock, {"t": RELAY})
             back = threading.Thread(target=_pass_on, args=(far, sock), name="relay", daemon=True)
             back.start()

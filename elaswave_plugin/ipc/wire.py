@@ -303,14 +303,6 @@ def probe_when_silent(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
-def end_when_silent(sock: socket.socket, seconds: int) -> None:
-    """Have the kernel end a connection whose other machine answers nothing for so long."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
-
-
 def has_ended(sock: socket.socket) -> bool:
     """Return whether the peer of a non-blocking socket has closed it, and all it sent is read."""
     try:

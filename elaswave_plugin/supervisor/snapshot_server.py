@@ -19,11 +19,12 @@ from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.relay import connect_by
 from elaswave_plugin.ipc.requests import Answer
 from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.silence import LIMIT_S, answers, have_probed
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, BUFFERS
 from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import (
+    Check,
     Frame,
-    end_when_silent,
     probe_when_silent,
     receive_frame,
     receive_into,
@@ -37,8 +38,7 @@ STALL_S = 30.0
 IDLE_S = 86400.0
 ACCEPT_AGAIN_S = 0.05
 COPY_AGAIN_S = 0.2
-# A copy is awaited by all: where its way has gone, another one is taken.
-_SILENT_S = 3
+_LOOK_EVERY_S = 1
 _REQUEST_BYTES = 1 << 20
 TELL_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 20
@@ -281,7 +281,7 @@ class SnapshotCopier:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         else:
             sock = connect_by(self._address, self._relays, secret=self._secret, timeout_s=STALL_S)
-            end_when_silent(sock, _SILENT_S)
+            have_probed(sock)
         try:
             if self._same_node:
                 sock.settimeout(STALL_S)
@@ -315,17 +315,25 @@ class SnapshotCopier:
         fd, length = found
         try:
             send_frame(sock, {"t": "copy", "record": record})
-            send_memory(sock, fd, BODY_OFFSET, length, on_sent=self._tell_that_it_moves)
+            check = partial(_check_heard, sock)
+            moves = self._tell_that_it_moves
+            send_memory(sock, fd, BODY_OFFSET, length, on_sent=moves, check=check)
         finally:
             os.close(fd)
         send_frame(sock, {"sealed": self._store.is_sealed(record)})
-        return bool(receive_frame(sock, STALL_S)["held"])
+        return bool(receive_frame(sock, STALL_S, check)["held"])
 
     def _tell_that_it_moves(self) -> None:
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             self._on_moving()
+
+
+def _check_heard(sock: socket.socket) -> None:
+    """All wait for a copy: where its way has gone, another one is taken."""
+    if (silent_s := answers(sock).silent_s) > LIMIT_S:
+        raise TimeoutError(f"the other machine has answered nothing for {silent_s:.1f} s")
 
 
 def send_memory(
@@ -335,17 +343,24 @@ def send_memory(
     count: int,
     *,
     on_sent: Callable[[], None] = lambda: None,
+    check: Check = lambda: None,
 ) -> None:
     """Send `count` bytes of the memory from `offset`; raises OSError where the peer stalls.
 
-    `on_sent()` is called after every piece.
+    `on_sent()` is called after every piece, `check()` in each second in which none goes out.
     """
     sock.settimeout(None)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(STALL_S), 0))
-    end = offset + count
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _LOOK_EVERY_S, 0))
+    end, moved_s = offset + count, time.monotonic()
     while offset < end:
-        sent = os.sendfile(sock.fileno(), fd, offset, min(end - offset, _PIECE_BYTES))
+        try:
+            sent = os.sendfile(sock.fileno(), fd, offset, min(end - offset, _PIECE_BYTES))
+        except BlockingIOError as error:
+            check()
+            if time.monotonic() - moved_s > STALL_S:
+                raise TimeoutError(f"the peer took nothing for {STALL_S:g} s") from error
+            continue
         if not sent:
             raise ConnectionError(f"snapshot memory ends at byte {offset}, not at {end}")
-        offset += sent
+        offset, moved_s = offset + sent, time.monotonic()
         on_sent()

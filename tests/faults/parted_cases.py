@@ -110,8 +110,9 @@ def planned(parted: Parted) -> Iterator[str]:
     """Yield the departures and arrivals that the views of a run make, before the steps they did."""
     restored = {event["epoch"]: event["restored_step"] for event in parted.run.events("recovered")}
     views = [(event["epoch"], event["ranks"]) for event in parted.run.events("view_committed")]
-    for (_, before), (epoch, after) in itertools.pairwise(views):
-        # A view that another one superseded was recovered from together with that one.
-        step = restored[min(one for one in restored if one >= epoch)]
+    # A view that another one superseded was recovered from together with that one.
+    ended = [(epoch, ranks) for epoch, ranks in views if epoch == 1 or epoch in restored]
+    for (_, before), (epoch, after) in itertools.pairwise(ended):
+        step = restored[epoch]
         yield from (f"{slot}@{step}" for slot in before if slot not in after)
         yield from (f"+{slot}@{step}" for slot in after if slot not in before)
