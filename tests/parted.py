@@ -42,7 +42,7 @@ def main() -> int:
         chosen = drawn(chosen, options.draw)
     # So that nothing of it is left running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    found = {"circumstances": circumstances("tests.parted")}
+    found = circumstances("tests.parted")
     pauses, failures = run_all(chosen)
     found |= {"rows": rows_of(pauses), "failures": failures}
     for row in found["rows"]:
