@@ -28,6 +28,8 @@ def have_probed(sock: socket.socket) -> None:
 
     Where packets are lost, a beat that is sent again ever more seldom would be a silence.
     """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return  # both ends are of this machine
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)

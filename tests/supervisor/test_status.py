@@ -22,7 +22,7 @@ from elaswave_plugin.cli.status_screen import draw_status, draw_workers
 from elaswave_plugin.core.agreement.effects import Ring
 from elaswave_plugin.core.agreement.hang import OUTSIDE, Sample
 from elaswave_plugin.core.agreement.messages import Ballot
-from elaswave_plugin.core.agreement.view import first_view
+from elaswave_plugin.core.agreement.view import MembershipView, first_view
 from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.layout.layout import launch_layout
 from elaswave_plugin.core.layout.reserve import NOBODY_CAME, NOWHERE
@@ -343,6 +343,7 @@ def test_the_reserve_is_room_and_no_loss() -> None:
     told = board.report(
         view=view,
         lost=lost,
+        unheard=(),
         peers=peers,
         standbys=[],
         inventory=[],
@@ -444,10 +445,9 @@ def test_of_each_view_the_first_moment_counts() -> None:
     assert [view["time_s"] for view in status["views"]] == [6]
 
 
-def reported(board: StatusBoard) -> Record:
-    view = first_view((0,))
+def reported(board: StatusBoard, view: MembershipView | None = None) -> Record:
     return board.report(
-        view=view,
+        view=view or first_view((0,)),
         lost={},
         unheard=[Silence(2, 1.5)],
         peers=[],
@@ -576,12 +576,8 @@ def test_a_view_is_among_the_views_as_soon_as_it_is_the_one() -> None:
     decided = replace(view, epoch=view.epoch + 1, reason="a worker was lost")
     for told in ((), (decided,)):
         board.committed(told, 1.0)
-        answer = board.report(
-            view=decided, lost={}, peers=(), standbys=(), inventory=[], progress=None, now_s=2.0
-        )
+        answer = reported(board, decided)
         assert [one["epoch"] for one in answer["views"]] == [decided.epoch]
         assert answer["views"][0]["time_s"] == (1.0 if told else 2.0)
-    none = StatusBoard(0).report(
-        view=view, lost={}, peers=(), standbys=(), inventory=[], progress=None, now_s=2.0
-    )
+    none = reported(StatusBoard(0), view)
     assert none["views"] == []
