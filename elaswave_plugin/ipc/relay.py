@@ -26,7 +26,7 @@ from elaswave_plugin.ipc.wire import (
 RELAY = "relay"
 # A machine of the same network that hears this one answers in milliseconds.
 DIRECT_S = 1.5
-# So many members are asked in turn; of those on the node of one end, none can help.
+# So many nodes are asked in turn.
 _ASKED = 3
 _CHUNK_BYTES = 1 << 18
 
@@ -55,7 +55,9 @@ def connect_by(
             raise  # its machine answers, and nobody else would get further
         except OSError:
             unheard.add(address)
-    for relay in [one for one in relays if _host(one) != _host(address)][:_ASKED]:
+    # One of each node: what one of them does not hear, none of its node does.
+    by_host = {_host(one): one for one in relays if _host(one) != _host(address)}
+    for relay in [*by_host.values()][:_ASKED]:
         # It may hear one of the two as little as they hear each other.
         with contextlib.suppress(OSError):
             return _through(relay, address, secret, timeout_s=timeout_s, check=check)

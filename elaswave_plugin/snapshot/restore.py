@@ -179,7 +179,7 @@ def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[V
             secret=access.secret,
             timeout_s=access.timeout_s,
             stall_s=access.stall_s,
-            relays=sorted({one.holder_address for shards in plan.sources for one in shards}),
+            relays=_relays(plan, access.slot),
             unheard=access.unheard,
             check=access.check,
         ) as fetcher:
@@ -194,6 +194,17 @@ def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[V
             yield VerifiedReader(source, read, ask=ask)
     except LinkError as error:
         raise SnapshotUnreadableError(f"{source} cannot be read: {error}", source) from error
+
+
+def _relays(plan: RecoveryPlan, slot: int) -> list[str]:
+    """Supervisors of other nodes, by which to go where one is not heard from here."""
+    holders = [one for shards in plan.sources for one in shards]
+    own = {_host(one.holder_address) for one in holders if one.holder == slot}
+    return sorted({one.holder_address for one in holders if _host(one.holder_address) not in own})
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _ranges(

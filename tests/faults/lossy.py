@@ -3,7 +3,8 @@
     python -m tests.faults.lossy DEVICE...
 
 Kernels without netem (tc) cannot; here each node's device is a tap, whose frames this forwards. It
-reads "LOSS DELAY_S" from standard input, and answers with an empty line once that holds.
+reads "LOSS DELAY_S" from standard input, and answers with the numbers of packets that it has
+dropped and held up so far, once that holds.
 """
 
 import contextlib
@@ -37,12 +38,17 @@ class LossyNetwork:
         self.network = network
         self._switch = switch
 
-    def disturb(self, *, loss: float, delay_s: float = 0.0) -> None:
-        """Drop this part of the packets from now on, and hold up the others for so long."""
+    def disturb(self, *, loss: float, delay_s: float = 0.0) -> tuple[int, int]:
+        """Drop this part of the packets from now on, and hold up the others for so long.
+
+        Returns how many have been dropped, and how many held up, before.
+        """
         assert self._switch.stdin is not None and self._switch.stdout is not None
         self._switch.stdin.write(f"{loss} {delay_s}\n")
         self._switch.stdin.flush()
-        assert self._switch.stdout.readline() == "\n", "the switch is gone"
+        told = self._switch.stdout.readline().split()
+        assert len(told) == 2, "the switch is gone"
+        return int(told[0]), int(told[1])
 
 
 @contextlib.contextmanager
@@ -81,6 +87,7 @@ def main(devices: Sequence[str]) -> None:
     ports: dict[bytes, int] = {}
     late: list[tuple[float, int, int, bytes]] = []
     loss, delay_s, number = 0.0, 0.0, 0
+    dropped = held = 0
     while True:
         wait_s = max(0.0, late[0][0] - time.monotonic()) if late else None
         for key, _ in selector.select(wait_s):
@@ -89,14 +96,18 @@ def main(devices: Sequence[str]) -> None:
                 if not line:
                     return
                 loss, delay_s = float(line[0]), float(line[1])
-                os.write(1, b"\n")
+                os.write(1, f"{dropped} {held}\n".encode())
                 continue
             frame = os.read(key.fd, _FRAME_BYTES)
             ports[frame[6:12]] = key.fd
             known = ports.get(frame[:6])
             for target in taps if known is None else [known]:
-                if target != key.fd and dice.random() >= loss:
-                    number += 1
+                if target == key.fd:
+                    continue
+                if dice.random() < loss:
+                    dropped += 1
+                else:
+                    number, held = number + 1, held + (delay_s > 0)
                     heapq.heappush(late, (time.monotonic() + delay_s, number, target, frame))
         while late and late[0][0] <= time.monotonic():
             _, _, target, frame = heapq.heappop(late)

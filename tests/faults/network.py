@@ -53,7 +53,9 @@ class Network:
         for here, there in ((one, other), (other, one)):
             forget = f"ip neigh del {self.address(there)} dev cable"
             # Of one that sent nothing to the other since, there is no entry.
-            subprocess.run([*self.nodes[here], *forget.split()], capture_output=True)
+            subprocess.run(
+                [*self.nodes[here], *forget.split()], capture_output=True, timeout=LIMIT_S
+            )
 
 
 def run(enter: tuple[str, ...], command: str) -> None:

@@ -76,7 +76,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All of them; a recovery's and a join's first phases are the data-parallel jobs'."""
+    """All of them."""
     phases = [
         *(("step", phase) for phase in STEP_PHASES),
         *(("recovery", phase) for phase in RECOVERY_PHASES),

@@ -44,13 +44,17 @@ def disturbed(
             launchers.append(launched(network.network, node, spec, arguments, out))
             stack.callback(end, launchers[-1])
         # What is lost before the first seal ends a job.
+        deadline_s = time.monotonic() + LIMIT_S
         while not ((out / STEPS_FILE).exists() and (out / STEPS_FILE).stat().st_size):
-            time.sleep(0.05)
+            assert time.monotonic() < deadline_s, (out / "output").read_text()[-3000:]
+            time.sleep(0.05)  # the file is all that a running job shows
         network.disturb(loss=loss, delay_s=delay_s)
         if lasts_s is not None:
-            time.sleep(lasts_s)
+            time.sleep(lasts_s)  # as long as the network is bad
             network.disturb(loss=0.0)
         codes = [launcher.wait(2 * LIMIT_S) for launcher in launchers]
+    dropped, held = network.disturb(loss=0.0)
+    assert (dropped > 0, held > 0) == (loss > 0, delay_s > 0), "the disturbance never came"
     output = (out / "output").read_text()
     code = 0 if 0 in codes else next(code for code in codes if code)
     return Outcome(spec=spec, directory=out, returncode=code, output=output, seconds=0)

@@ -82,6 +82,16 @@ def test_bytes_come_by_the_one_that_hears_both(nodes: Nodes) -> None:
     assert nodes.dialled[3:] == [third, address]
 
 
+def test_of_each_node_one_is_asked(nodes: Nodes) -> None:
+    (store, address), (_, hears) = nodes.open(1), nodes.open(3)
+    seal(store, CONTENT)
+    beside = {nodes.open(2)[1] for _ in range(4)}
+    nodes.unheard |= {address} | beside
+    assert read(address, nodes.known) == CONTENT
+    assert len([one for one in nodes.dialled if one in beside]) <= 1
+    assert nodes.dialled[-2:] == [hears, address]
+
+
 def test_one_whose_machine_answers_needs_nobody(nodes: Nodes) -> None:
     with socket.create_server(("127.0.0.2", 0)) as gone:
         address = f"127.0.0.2:{gone.getsockname()[1]}"
