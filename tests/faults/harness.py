@@ -57,6 +57,8 @@ PRELOAD = (
 Trace = dict[int, tuple[str, str, str]]
 ZYGOTE_START_S = 90.0
 RUN_LIMIT_S = 100.0
+# Of a launch with more than these steps, which take a fraction of a second each.
+STEPS_WITHIN_IT, STEP_LIMIT_S = 500, 0.2
 # Beyond the limit of a hang, on two cores that others share: to see it, to recover, one step.
 HANG_SLACK_S = 2.0
 
@@ -337,7 +339,8 @@ def launch(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> Out
         started(spec, zygote=zygote, data=data, directory=directory) as processes,
         contextlib.suppress(subprocess.TimeoutExpired),
     ):
-        codes = [process.wait(timeout=RUN_LIMIT_S) for process in processes]
+        limit_s = RUN_LIMIT_S + STEP_LIMIT_S * max(0, spec.steps - STEPS_WITHIN_IT)
+        codes = [process.wait(timeout=limit_s) for process in processes]
     return Outcome(
         spec=spec,
         directory=directory,

@@ -46,7 +46,7 @@ def test_a_pair_parted_silently_loses_one_of_the_two(
     [
         (8.0, 500),
         pytest.param(45.0, 1200, marks=pytest.mark.slow),
-        pytest.param(130.0, 2600, marks=pytest.mark.slow),
+        pytest.param(130.0, 2600, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 @pytest.mark.timeout(500)

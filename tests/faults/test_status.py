@@ -18,6 +18,19 @@ from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.proofs import Kind, Promise, proves
 
 ENDLESS: JobSpec = replace(PP2_DP2, steps=100_000, dump="never")
+# A replacement that has built all asks to be let in once a file is there: until then it builds.
+BUILDS_UNTIL_SEEN = """
+import pathlib, time
+from elaswave_plugin.trainer.member import Member
+ready_now = Member.ready
+def ready_once_seen(self, facts):
+    deadline_s = time.monotonic() + 60
+    while not pathlib.Path("seen").exists():
+        assert time.monotonic() < deadline_s, "nobody has asked for the status"
+        time.sleep(0.005)
+    ready_now(self, facts)
+Member.ready = ready_once_seen
+"""
 Status = dict[str, Any]
 
 
@@ -70,7 +83,7 @@ def test_the_status_of_a_pipeline_before_and_after_a_kill(
 def test_the_status_of_a_worker_that_was_replaced(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:
-    endless = JobSpec(steps=100_000, dump="never", respawn=1)
+    endless = JobSpec(steps=100_000, dump="never", respawn=1, sabotage=BUILDS_UNTIL_SEEN)
     with started(endless, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
         wait_for_step(tmp_path, 3)
         before = ask_job(find_job(tmp_path, None), LIMIT_S)
@@ -81,6 +94,7 @@ def test_the_status_of_a_worker_that_was_replaced(
                 (status["view"]["epoch"], status["workers"][2]["phase"]) == (2, "building")
             ),
         )
+        (tmp_path / "seen").touch()
         after = ask_until(tmp_path, lambda status: status["view"]["epoch"] == 3)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(LIMIT_S) == 143
