@@ -216,8 +216,8 @@ class ElasticConfig(BaseModel):
     transfer_timeout_s: _Seconds = Field(
         60.0,
         description="seconds for which the copy of a snapshot to a peer, or the fetch of a"
-        " shard in a recovery, may make no progress; after them the worker counts as lost,"
-        " however long a slow transfer takes as a whole",
+        " shard in a recovery from all who hold it, may make no progress; after them the worker"
+        " counts as lost, however long a slow transfer takes as a whole",
     )
     require_secret: bool = Field(
         False,

@@ -7,6 +7,7 @@ then an older step, then the job stops with the gap named.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -70,18 +71,22 @@ def restore(
     """Read and verify a worker's weights; collective over WORLD.
 
     ``make_plan(rejected=...)`` makes the plan that avoids those snapshots. ``reading`` is entered
-    around what may take the timeout for each source; one of which nothing comes for 2 s is put off
-    while others have the same step.
+    around what may take the timeout for a source; one of which nothing comes for 2 s is put off
+    while others have the same step. Where none has, all that is waited for in vain has one timeout.
     Raises PlanDigestError, SnapshotGapError.
     """
     rejected, put_off = frozenset[SealedShard](), frozenset[SealedShard]()
     # Where another copy can be had, one that does not come is not waited for.
-    access = replace(access, stall_s=min(_STALL_S, access.timeout_s))
+    began_s, least_s = time.monotonic(), min(_STALL_S, access.timeout_s)
+    access, is_patient = replace(access, stall_s=least_s), False
     plan = make_plan(rejected=rejected)
     while True:
         _compare_digests(plan)
         found: SealedShard | None = None
         state = None
+        if is_patient:
+            left_s = access.timeout_s - (time.monotonic() - began_s)
+            access = replace(access, stall_s=max(least_s, left_s))
         try:
             with reading():
                 state = _read(plan, access)
@@ -91,11 +96,10 @@ def restore(
         if state is not None and not any(everyone):
             return state
         unread = {one for one in everyone if one is not None}
-        if access.stall_s < access.timeout_s:
+        if not is_patient:
             put_off |= unread
             other = _plan_of_step(plan.restore_step, partial(make_plan, rejected=put_off))
-            if other is None:
-                access = replace(access, stall_s=access.timeout_s)
+            is_patient = other is None
             plan = other or make_plan(rejected=rejected)
         else:
             rejected |= unread
