@@ -7,7 +7,6 @@ then an older step, then the job stops with the gap named.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -77,16 +76,13 @@ def restore(
     """
     rejected, put_off = frozenset[SealedShard](), frozenset[SealedShard]()
     # Where another copy can be had, one that does not come is not waited for.
-    began_s, least_s = time.monotonic(), min(_STALL_S, access.timeout_s)
-    access, is_patient = replace(access, stall_s=least_s), False
+    least_s, is_patient = min(_STALL_S, access.timeout_s), False
+    access = replace(access, stall_s=least_s)
     plan = make_plan(rejected=rejected)
     while True:
         _compare_digests(plan)
         found: SealedShard | None = None
         state = None
-        if is_patient:
-            left_s = access.timeout_s - (time.monotonic() - began_s)
-            access = replace(access, stall_s=max(least_s, left_s))
         try:
             with reading():
                 state = _read(plan, access)
@@ -96,14 +92,16 @@ def restore(
         if state is not None and not any(everyone):
             return state
         unread = {one for one in everyone if one is not None}
-        if not is_patient:
-            put_off |= unread
-            other = _plan_of_step(plan.restore_step, partial(make_plan, rejected=put_off))
-            is_patient = other is None
-            plan = other or make_plan(rejected=rejected)
-        else:
-            rejected |= unread
+        if is_patient:
+            # Whatever is silent beside that one had as long as it had.
+            rejected, access = rejected | unread, replace(access, stall_s=least_s)
             plan = make_plan(rejected=rejected)
+            continue
+        put_off |= unread
+        other = _plan_of_step(plan.restore_step, partial(make_plan, rejected=put_off))
+        if other is None:
+            is_patient, access = True, replace(access, stall_s=access.timeout_s)
+        plan = other or make_plan(rejected=rejected)
 
 
 def _plan_of_step(step: int, make_plan: Callable[[], RecoveryPlan]) -> RecoveryPlan | None:

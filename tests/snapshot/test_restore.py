@@ -132,7 +132,7 @@ def test_the_only_one_is_waited_for_as_long_as_is_allowed(monkeypatch: pytest.Mo
         mute = [record(shard, address) for shard in range(2)]
         with pytest.raises(SnapshotGapError):
             restore.restore(access(1.0), make_plan=lambda rejected: plan_from(rejected, mute))
-    assert 1.0 <= time.monotonic() - started_s < LONG_S
+    assert 1.2 <= time.monotonic() - started_s < LONG_S
 
 
 def test_all_that_is_waited_for_in_vain_has_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
