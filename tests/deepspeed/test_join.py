@@ -275,5 +275,7 @@ def test_who_came_in_a_step_redoes_the_one_before_as_well(
     )
     check_survived(survived)
     assert entered(survived)[0] == (2, 1, BACK)
-    assert {event["restored_step"] for event in survived.events("recovered")} == {2, BACK - 1}
+    # Worker 0 may be back before the run ends, and then at a step of its own.
+    losses = [event for event in survived.events("recovered") if not event["newcomers"]]
+    assert {event["restored_step"] for event in losses} == {2, BACK - 1}
     assert max_relative_difference(survived, reference(whole)) <= FP32_BOUND
