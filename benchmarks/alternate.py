@@ -8,8 +8,6 @@ both sides of the comparison see the same machine. A job that is measured so sur
 
 import os
 import runpy
-import socket
-import struct
 import sys
 import time
 from pathlib import Path
@@ -17,11 +15,11 @@ from typing import Any
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import Framework, StepReport
-from elaswave_plugin.ipc.environment import CONTROL_FD
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.observer.blocks import is_on
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.tracking.events import read_lines
 
 ALTERNATED = ("snapshots", "consistency")
 CPU_EVENT = "cpu_time"
@@ -83,9 +81,12 @@ def alternate_consistency() -> None:
 
 
 def record_cpu_times() -> None:
-    """Note the CPU seconds of trainer and supervisor after every step, in events.jsonl."""
+    """Note the CPU seconds of trainer and agent after every step, in events.jsonl.
+
+    Those of the agent once a node, by the worker of the first place.
+    """
     complete = GuardedSteps.complete
-    supervisor_clock = _cpu_clock_of(_supervisor_pid())
+    agent = _AgentClock()
 
     def complete_and_note(steps: GuardedSteps, report: StepReport) -> None:
         complete(steps, report)
@@ -95,7 +96,7 @@ def record_cpu_times() -> None:
             slot=worker.slot,
             step=worker.completed - 1,
             trainer_s=time.process_time(),
-            supervisor_s=time.clock_gettime(supervisor_clock),
+            agent_s=agent.seconds(worker.events.path),
         )
 
     replaced: Any = GuardedSteps
@@ -117,14 +118,22 @@ def main(argv: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _supervisor_pid() -> int:
-    """The process at the other end of the control link."""
-    with socket.socket(fileno=os.dup(int(os.environ[CONTROL_FD]))) as link:
-        size = struct.calcsize("3i")
-        pid, _, _ = struct.unpack(
-            "3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
-    return int(pid)
+class _AgentClock:
+    """The CPU time of the node's agent, for one of the node's workers."""
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+
+    def seconds(self, events: str | None) -> float:
+        """Its seconds so far; 0 for the workers that do not tell them."""
+        if os.environ["LOCAL_RANK"] != "0" or events is None:
+            return 0.0
+        if self._clock is None:
+            pid = os.getpid()
+            started = [e for e in read_lines(events) if e["kind"] == "worker_started"]
+            (agent_pid,) = [e["agent_pid"] for e in started if e["pid"] == pid]
+            self._clock = _cpu_clock_of(agent_pid)
+        return time.clock_gettime(self._clock)
 
 
 def _cpu_clock_of(pid: int) -> int:

@@ -1,9 +1,9 @@
 """Times what a loss costs the groups: by rebuilding them, and by editing them.
 
-Real supervisors, trainers and agreement on one machine. The three ways are measured in one run, in
+A real agent, trainers and agreement on one machine. The three ways are measured in one run, in
 the same processes, with the same groups and the same victim; each figure is the slowest survivor's.
 Each begins when every survivor is ready. Gloo's rebuilds are told nothing about the victim; ours
-begins when the victim says that it leaves, and contains the agreement of all supervisors. Groups
+begins when the victim says that it leaves, and contains the agreement. Groups
 are verified once every survivor has made its own: the first would slow the others down.
 """
 

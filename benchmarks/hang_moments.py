@@ -18,7 +18,7 @@ NATIVE = Path(__file__).resolve().parents[1] / "tests" / "stand_ins" / "native_g
 class Moment:
     """A moment of a job: the phases in which a worker hangs in ``step``, and in which ``ways``.
 
-    ``seen_as``: the phase that the supervisor names, if it is another. ``arguments``: of the
+    ``seen_as``: the phase that the agent names, if it is another. ``arguments``: of the
     script, in which {directory} is that of the run; ``script``: one in the place of the example.
     """
 
@@ -44,7 +44,7 @@ class Moment:
         ]
 
     def phase_of(self, hang: Kill) -> str:
-        """The phase that the supervisor is to name."""
+        """The phase that the agent is to name."""
         return self.seen_as or hang.phase
 
 

@@ -1,6 +1,6 @@
 """Times for how long training stands still when layers change stage.
 
-Real supervisors, workers, snapshots and transfers on one machine; state of made-up values, which
+A real agent, workers, snapshots and transfers on one machine; state of made-up values, which
 are checked at every arrival. Three ways in turn, in the same processes: everything before training
 goes on, with a stage's state in one buffer (contiguous) or with every layer cut by itself
 (interleaved), and the weights first, with the optimizer state behind. The pause runs from the first

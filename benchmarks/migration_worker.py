@@ -158,7 +158,7 @@ class Migrations:
         self._member.member.sealed(record, [])
 
     def _agreed_inventory(self) -> list[SealedShard]:
-        """Return the inventory of all supervisors, as a change of the view tells all."""
+        """Return the inventory of the job, as a change of the view tells all."""
         dist.barrier()
         if self._slot == 0:
             self._member.member.severed(self._member.view.epoch, "the inventory is asked for")

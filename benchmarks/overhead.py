@@ -19,7 +19,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.blocks import BLOCK_STEPS, OnOff, split_blocks, step_times_s
 from elaswave_plugin.observer.run import RunFiles, read_run
 
-PROCESSES = ("trainer", "supervisor")
+PROCESSES = ("trainer", "agent")
 
 
 def percentile_s(values: Sequence[float], share: float) -> float:
@@ -30,7 +30,7 @@ def percentile_s(values: Sequence[float], share: float) -> float:
 def cpu_times_s(run: RunFiles, process: str) -> OnOff:
     """Return the CPU seconds of every measured step, summed over the workers.
 
-    `process` is "trainer" or "supervisor"; the values come from the events of `alternate.py`.
+    `process` is "trainer" or "agent"; the values come from the events of `alternate.py`.
     """
     marks: dict[int, dict[int, float]] = {}
     for event in run.of_kind(CPU_EVENT):
@@ -82,7 +82,7 @@ def show(title: str, found: dict[str, Any]) -> None:
             f"{title:9} {name:3}  {one['steps']:4} steps  median {1e3 * one['median_step_s']:7.1f}"
             f" ms  p99 {1e3 * one['p99_step_s']:7.1f} ms  CPU a step {1e3 * one['cpu_s']:7.1f} ms"
             f" (trainers {1e3 * one['trainer_cpu_s']:.1f},"
-            f" supervisors {1e3 * one['supervisor_cpu_s']:.1f})",
+            f" agents {1e3 * one['agent_cpu_s']:.1f})",
         )
     print(
         f"{title:9} on / off  median {found['ratio_of_medians']:.4f}"

@@ -2,8 +2,8 @@
 
 torch calls this at the end of its own import (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off). It
 watches for the import of deepspeed and megatron.training; then functions of those modules are
-replaced by ones that look whether the plugin is wanted. In a process that a supervisor started, it
-also has the supervisor told where nothing of that happened.
+replaced by ones that look whether the plugin is wanted. In a process that an agent started, it
+also has the agent told where nothing of that happened.
 """
 
 import os
@@ -17,8 +17,8 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# Set by the supervisor of a worker (trainer/member.py, CONTROL_FD).
-_SUPERVISED = "ELASWAVE_CONTROL_FD"
+# Set for the workers of a job (ipc/environment.py, AGENT).
+_SUPERVISED = "ELASWAVE_AGENT"
 
 
 class _Watched(NamedTuple):

@@ -15,8 +15,8 @@ __all__ = ["initialize", "install", "loader", "run"]
 _MARK = "__elaswave__"
 _JOBS = "__elaswave_jobs__"
 _BESIDE = "__elaswave_beside__"
-# Set by the supervisor of a worker (trainer/member.py, CONTROL_FD).
-_SUPERVISED = "ELASWAVE_CONTROL_FD"
+# Set for the workers of a job (ipc/environment.py, AGENT).
+_SUPERVISED = "ELASWAVE_AGENT"
 _ADAPTER = "elaswave_plugin.adapters.deepspeed"
 
 

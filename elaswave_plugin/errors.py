@@ -24,7 +24,7 @@ from typing import Any
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
-# Of a supervisor whose part of the job ends: others may go on, and it is they who tell the job's.
+# Of an agent whose part of the job ends: others may go on, and it is they who tell the job's.
 EXIT_LEFT_OUT = 72
 EXIT_REQUEUE = 75
 # As a process that SIGTERM ends.

@@ -1,6 +1,6 @@
 """The settings of a rehearsal, which win over what a script's own options say.
 
-Standard library only: supervisors read them as well.
+Standard library only: agents read them as well.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The file of --elaswave-config. Standard library only: supervisors read it as well."""
+"""The file of --elaswave-config. Standard library only: agents read it as well."""
 
 import tomllib
 from pathlib import Path

@@ -24,7 +24,7 @@ ROOMS = (
     "trainer",
     "communicator",
     "snapshot",
-    "supervisor",
+    "agent",
     "launch",
     "recovery",
     "tracking",

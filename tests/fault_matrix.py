@@ -36,7 +36,7 @@ class Runs:
 
     def reference(self, spec: JobSpec) -> Outcome:
         """The run that nothing disturbs."""
-        nothing = replace(spec, kills=(), lost_trainers=(), lost_supervisors=(), changes=())
+        nothing = replace(spec, kills=(), lost_trainers=(), lost_nodes=(), changes=())
         return self._once(nothing)
 
     def twin(self, spec: JobSpec) -> Outcome:

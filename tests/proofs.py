@@ -24,8 +24,9 @@ class Kind(StrEnum):
     KILL_AT_START = "a worker is killed before the first seal"
     KILL_AT_END = "a worker is killed after the last step"
     KILL_IN_SAVE = "workers are killed in a save"
-    NODE = "a supervisor is killed with its worker"
-    COPIES = "supervisors are killed with all copies of a state"
+    AGENT = "agents die, alone and with workers"
+    NODE = "a node is lost with all that it holds"
+    COPIES = "nodes are lost with all copies of a state"
     ZYGOTE = "a zygote is killed"
     RAISE = "a script fails by itself"
     HANG = "a worker hangs"
@@ -134,7 +135,7 @@ def struck(params: Mapping[str, Any]) -> tuple[str, str]:
             victims += _words(value)
         if not any(kills) and name in MOMENTS:
             moments += _words(value)
-        for lost in ("lost_trainers", "lost_supervisors"):
+        for lost in ("lost_trainers", "lost_nodes"):
             victims += map(str, getattr(value, lost, ()))
     return " ".join(victims), " ".join(moments)
 

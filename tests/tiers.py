@@ -34,19 +34,19 @@ FAULTS = (
     "tests/adapters/megatron_lm",
     # Runs of the kit, each with processes of its own.
     "tests/gpu/test_kit.py",
-    # Whole jobs whose workers, supervisors and launchers are killed.
+    # Whole jobs whose workers, agents and launchers are killed.
     "tests/launch/test_detached.py",
     "tests/launch/test_join.py",
     "tests/launch/test_launch.py",
     "tests/launch/test_shared_signals.py",
     "tests/launch/test_standard_streams.py",
     "tests/launch/test_torchrun.py",
-    "tests/supervisor/test_all_wait.py",
-    "tests/supervisor/test_coordinator.py",
-    "tests/supervisor/test_notice_file.py",
-    "tests/supervisor/test_status.py",
-    "tests/supervisor/test_supervision.py",
-    "tests/supervisor/test_undead.py",
+    "tests/agent/test_all_wait.py",
+    "tests/agent/test_coordinator.py",
+    "tests/agent/test_notice_file.py",
+    "tests/agent/test_status.py",
+    "tests/agent/test_supervision.py",
+    "tests/agent/test_undead.py",
     "tests/tracking/test_wandb_sink.py",
     "tests/bench/test_communicator.py",
     "tests/bench/test_convergence.py",
@@ -73,7 +73,7 @@ REPRESENTATIVES = (
     "tests/deepspeed/test_hf.py::test_a_kill_is_absorbed_and_the_script_counts_each_step_once"
     "[1-0@3:backward]",
     # The groups of processes themselves.
-    "tests/supervisor/test_supervision.py::test_two_trainers_killed_at_once",
+    "tests/agent/test_supervision.py::test_two_trainers_killed_at_once",
     # Megatron-LM, where a checkout is given.
     "tests/adapters/megatron_lm/test_kill.py::test_any_phase_of_a_data_parallel_job[2@3:backward]",
 )

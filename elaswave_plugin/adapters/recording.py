@@ -43,7 +43,7 @@ class Recording:
             now, most = memory.in_use / 2**20, memory.at_most / 2**20
             one_node = len(worker.view.nodes) > len(set(worker.view.nodes)) == 1
             where = "; all copies are on one node: losing it ends the job" if one_node else ""
-            # In one piece: print() writes the end of a line apart, and supervisors write as well.
+            # In one piece: print() writes the end of a line apart, and agents write as well.
             sys.stderr.write(
                 f"elaswave: snapshots use {now:.1f} MiB of shared memory per worker, at most"
                 f" {most:.1f} MiB of host memory through the loss of one{where}\n"

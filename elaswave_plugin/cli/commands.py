@@ -62,7 +62,7 @@ JobFolder = Annotated[
 ]
 JobAddress = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Any supervisor of the job, in place of DIR."),
+    typer.Option(metavar="HOST:PORT", help="Any agent of the job, in place of DIR."),
 ]
 SourceTree = Annotated[
     Path,
@@ -70,7 +70,7 @@ SourceTree = Annotated[
         metavar="PATH", help="Folder of an installed megatron-core, or a checkout of Megatron-LM."
     ),
 ]
-AnswerTime = Annotated[float, typer.Option(help="Seconds for each supervisor to answer.")]
+AnswerTime = Annotated[float, typer.Option(help="Seconds for each agent to answer.")]
 
 
 def make_command() -> Any:

@@ -27,8 +27,8 @@ def slot_and_folder(words: Sequence[str], *, node: int | None) -> tuple[int, Pat
 def drain_worker(contacts: Contacts, *, slot: int, reason: str, timeout_s: float) -> str:
     """Give the worker of `slot` notice; returns what will happen, in a sentence.
 
-    `contacts`: some supervisors of the job. It does not wait for the worker to have left.
-    Raises ConfigurationError where there is no such worker, or its supervisor refuses or is silent.
+    `contacts`: some agents of the job. It does not wait for the worker to have left.
+    Raises ConfigurationError where there is no such worker, or its agent refuses or is silent.
     """
     status = ask_job(contacts, timeout_s)
     live = status["view"]["ranks"]
@@ -75,7 +75,7 @@ def migrate_layers(
 ) -> str:
     """Ask for ``layers`` ("4" or "4-5") at ``stage``; returns what will happen, in a sentence.
 
-    `contacts`: some supervisors of the job. It does not wait for the layers to have moved. They
+    `contacts`: some agents of the job. It does not wait for the layers to have moved. They
     stay until the next loss or arrival, whose plan may move them again. Raises ConfigurationError
     where the job has no stages or its layers stay, for layers that cannot be there and for silence.
     """

@@ -1,4 +1,4 @@
-"""The status of a running job: its supervisors are asked, and their answers make one document."""
+"""The status of a running job: its agents are asked, and their answers make one document."""
 
 import os
 import time
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.agent.status_board import RECENT_VIEWS
 from elaswave_plugin.core.agreement.hang import (
     COMMIT,
     NOBODY,
@@ -23,7 +24,6 @@ from elaswave_plugin.ipc.address_file import Address, read_addresses
 from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.requests import request
 from elaswave_plugin.ipc.secret import Secret, named_secrets
-from elaswave_plugin.supervisor.status_board import RECENT_VIEWS
 
 Record = dict[str, Any]
 MOST_AT_ONCE = 64
@@ -32,7 +32,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class Contacts:
-    """Supervisors of a running job, and its secret, which they want to be proved."""
+    """Agents of a running job, and its secret, which they want to be proved."""
 
     addresses: tuple[Address, ...]
     secrets: tuple[Secret, ...]
@@ -43,7 +43,7 @@ class Contacts:
 
 
 def find_job(directory: Path | None, connect: str | None) -> Contacts:
-    """Supervisors of the job in a run directory, or the one at host:port (slot -1: unknown).
+    """Agents of the job in a run directory, or the one at host:port (node -1: unknown).
 
     Raises ConfigurationError.
     """
@@ -53,14 +53,14 @@ def find_job(directory: Path | None, connect: str | None) -> Contacts:
             f"wanted a run directory or --connect HOST:PORT, and {given} given"
         )
     if connect is not None:
-        one = Address(slot=UNKNOWN, node=UNKNOWN, pid=UNKNOWN, address=_checked(connect))
+        one = Address(node=UNKNOWN, pid=UNKNOWN, address=_checked(connect))
         return Contacts((one,), tuple(named_secrets(os.environ, None)))
     assert directory is not None
     return addresses_in(directory)
 
 
 def ask_job(contacts: Contacts, timeout_s: float) -> Record:
-    """The status of the job, as `merge` tells it; each supervisor has `timeout_s` to answer.
+    """The status of the job, as `merge` tells it; each agent has `timeout_s` to answer.
 
     Those that are not among the contacts are named by the others.
     Raises ConfigurationError where nobody answers.
@@ -72,29 +72,28 @@ def ask_job(contacts: Contacts, timeout_s: float) -> Record:
     if not answers:
         one, why = next(iter(silent.items()))
         raise ConfigurationError(
-            f"no supervisor answers within {timeout_s:g} s ({one}: {why}): the job is over, or"
+            f"no agent answers within {timeout_s:g} s ({one}: {why}): the job is over, or"
             " cannot be reached from this machine"
         )
-    asked = {answer["slot"] for answer in answers} | {one.slot for one in known}
+    asked = {answer["node"] for answer in answers} | {one.node for one in known}
     others, more_silent = _ask_all(contacts, _unasked(answers, asked), timeout_s)
-    why_silent = {one.slot: why for one, why in {**silent, **more_silent}.items()}
+    why_silent = {one.node: why for one, why in {**silent, **more_silent}.items()}
     return merge([*answers, *others], silent=why_silent, now_s=time.time())
 
 
 def ask_worker(
     contacts: Contacts, status: Record, slot: int, asked: Record, timeout_s: float
 ) -> Record:
-    """The answer of one worker's supervisor; `status`: the job's, which names it.
+    """The answer of one worker's agent; `status`: the job's, which names it.
 
     Raises ConfigurationError where it is silent.
     """
     (address,) = [one["address"] for one in status["workers"] if one["slot"] == slot]
     try:
+        asked = {**asked, "slot": slot}
         return request(address, asked, timeout_s, contacts.secret_at(address, timeout_s))
     except OSError as error:
-        raise ConfigurationError(
-            f"the supervisor of worker {slot} does not answer: {error}"
-        ) from error
+        raise ConfigurationError(f"the agent of worker {slot} does not answer: {error}") from error
 
 
 def addresses_in(directory: Path) -> Contacts:
@@ -111,52 +110,50 @@ def addresses_in(directory: Path) -> Contacts:
         ) from error
     if not known:
         raise ConfigurationError(
-            f"no job is running in {directory}: there is no supervisor-*.json; give the run"
+            f"no job is running in {directory}: there is no agent-*.json; give the run"
             " directory of a running job, or --connect HOST:PORT"
         )
     return Contacts(tuple(known), tuple(named_secrets(os.environ, directory)))
 
 
 def addresses_of(status: Record) -> list[Address]:
-    """The supervisors that a status document knows of."""
+    """The agents that a status document knows of."""
     return [
-        Address(
-            slot=worker["slot"],
-            node=worker["node"],
-            pid=worker["supervisor_pid"],
-            address=worker["address"],
-        )
-        for worker in status["workers"]
+        Address(node=one["node"], pid=one["pid"] or UNKNOWN, address=one["address"])
+        for one in status["nodes"]
     ]
 
 
 def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) -> Record:
-    """One document of all answers; `silent`: why a supervisor did not answer, by slot.
+    """One document of all answers; `silent`: why an agent did not answer, by node.
 
     The newest view that any knows holds. Keys: asked_s, view, proposal (or None), layout (or
-    None), workers (one of each slot), unheard (pairs that do not hear each other), standbys (idle
-    supervisors), vacant (slots of the reserve in which no worker has been), views (recent, oldest
-    first).
+    None), nodes (their agents), workers (one of each slot), unheard (pairs of nodes that do not
+    hear each other), standbys (idle places, by node), vacant (slots of the reserve in which no
+    worker has been), views (recent, oldest first).
     """
     first = _best(answers)
-    by_slot = {answer["slot"]: answer for answer in answers}
+    told = {one["slot"]: (one, answer) for answer in answers for one in answer["workers"]}
     lost = {one["slot"]: one["evidence"] for one in first["lost"]}
     snapshots = _newest_snapshots(answers)
-    hangs = _hangs(answers, first["view"]["ranks"])
-    slow = {slot: why for one in answers if one["trainer_pid"] for slot, why in one["slow"]}
+    hangs = _hangs(told.values(), first["view"]["ranks"])
+    slow = {s: why for one, _ in told.values() if one["trainer_pid"] for s, why in one["slow"]}
+    nodes = _nodes(first, answers, silent)
+    agents = {one["node"]: one for one in nodes}
     workers = []
-    for peer in sorted(first["peers"], key=lambda one: int(one["slot"])):
-        slot = peer["slot"]
-        answer = by_slot.get(slot)
-        worker = _worker(peer, answer, first["view"])
+    for slot, node in enumerate(first["nodes"]):
+        if slot in first["vacant"]:
+            continue
+        answer, _ = told.get(slot, (None, None))
+        worker = _worker(slot, node, agents.get(node), answer, first["view"])
         worker["snapshot"] = snapshots.get(slot)
         if worker["step"] is None and answer is not None and slot in snapshots:
             worker["step"] = snapshots[slot]["step"]
         if slot in lost:
             worker["phase"], worker["suspicion"] = "gone", lost[slot]
         elif answer is None:
-            why = silent.get(slot, "it was not asked")
-            worker["suspicion"] = f"its supervisor (pid {peer['pid']}) does not answer: {why}"
+            why = silent.get(node, "it was not asked")
+            worker["suspicion"] = f"the agent of node {node} does not answer: {why}"
         elif answer["exited"] is not None and answer["phase"] == "exited":
             worker["suspicion"] = answer["exited"]
         elif slot in hangs:
@@ -164,34 +161,55 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
         elif slot in slow and worker["suspicion"] is None:
             worker["suspicion"] = slow[slot]
         workers.append(worker)
+    every = [one for one, _ in told.values()]
     return {
         "asked_s": now_s,
         "view": first["view"],
-        "proposal": _open_proposal(answers, first["view"]["epoch"]),
-        "layout": _layout(first, answers),
+        "proposal": _open_proposal(every, first["view"]["epoch"]),
+        "layout": _layout(first, told.values()),
+        "nodes": nodes,
         "workers": workers,
         "unheard": [
-            {"slot": answer["slot"], "peer": one["slot"], "since_s": one["since_s"]}
+            {"node": answer["node"], "peer": one["node"], "since_s": one["since_s"]}
             for answer in answers
             for one in answer["unheard"]
         ],
-        "standbys": _standbys(answers),
+        "standbys": [
+            {"node": one["node"], "places": one["standby_places"]}
+            for one in sorted(answers, key=lambda answer: int(answer["node"]))
+            if one["standby_places"]
+        ],
         "vacant": first["vacant"],
-        "views": _views(answers),
+        "views": _views([*answers, *every]),
     }
 
 
-def _standbys(answers: Sequence[Record]) -> list[Record]:
-    """Each idle supervisor once, by node and process id."""
-    known = {(one["node"], one["pid"]): one for answer in answers for one in answer["standbys"]}
-    return [known[key] for key in sorted(known)]
+def _nodes(first: Record, answers: Sequence[Record], silent: dict[int, str]) -> list[Record]:
+    """List the agents: of each node process, life (how many agents it had before), slots."""
+    by_node = {answer["node"]: answer for answer in answers}
+    found = []
+    for name, address in sorted(first["addresses"].items(), key=lambda one: int(one[0])):
+        node = int(name)
+        answer = by_node.get(node)
+        found.append(
+            {
+                "node": node,
+                "pid": answer and answer["pid"],
+                "life": answer and answer["life"],
+                "address": address,
+                "slots": [slot for slot, of in enumerate(first["nodes"]) if of == node],
+                "leads": node == first["leader"],
+                "silent": None if answer is not None else silent.get(node, "it was not asked"),
+            }
+        )
+    return found
 
 
 def _checked(connect: str) -> str:
     host, colon, port = connect.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError(
-            f"--connect is {connect!r}, wanted HOST:PORT of a supervisor, as 10.0.0.1:29501"
+            f"--connect is {connect!r}, wanted HOST:PORT of an agent, as 10.0.0.1:29501"
         )
     return f"{host.removeprefix('[').removesuffix(']')}:{port}"
 
@@ -225,29 +243,34 @@ def _ask_all(
 def _best(answers: Sequence[Record]) -> Record:
     """Return the answer whose view and losses hold: of the newest view, then of the most losses.
 
-    Then of the lowest slot: the leader, which has the evidence; the others may only have its word.
+    Then of the lowest node: the leader, which has the evidence; the others may only have its word.
     """
-    return max(answers, key=lambda a: (a["view"]["epoch"], len(a["lost"]), -a["slot"]))
+    return max(answers, key=lambda a: (a["view"]["epoch"], len(a["lost"]), -a["node"]))
 
 
 def _unasked(answers: Sequence[Record], asked: Iterable[int]) -> list[Address]:
-    """List the supervisors that the best answer names and that are neither asked nor lost."""
-    best = _best(answers)
-    without = set(asked) | {one["slot"] for one in best["lost"]}
-    return [Address(**peer) for peer in best["peers"] if peer["slot"] not in without]
+    """List the agents that the best answer names and that were not asked."""
+    addresses = {int(node): one for node, one in _best(answers)["addresses"].items()}
+    without = set(asked)
+    return [
+        Address(node=node, pid=UNKNOWN, address=one)
+        for node, one in addresses.items()
+        if node not in without
+    ]
 
 
-def _worker(peer: Record, answer: Record | None, view: Record) -> Record:
-    slot = peer["slot"]
+def _worker(
+    slot: int, node: int, agent: Record | None, answer: Record | None, view: Record
+) -> Record:
     rank = view["ranks"].index(slot) if slot in view["ranks"] else None
     worker: Record = {
         "slot": slot,
         "incarnation": 0 if rank is None else view["incarnations"][rank],
         "rank": rank,
-        "node": peer["node"],
-        "supervisor_pid": peer["pid"],
+        "node": node,
+        "agent_pid": agent and agent["pid"],
         "trainer_pid": None,
-        "address": peer["address"],
+        "address": agent and agent["address"],
         "phase": "unknown",
         "step": None,
         "waits_for": None,
@@ -288,9 +311,9 @@ def _add_progress(worker: Record, sample: Sample) -> None:
     worker["waits_for"] = others.get(sample.waits_for, sample.waits_for)
 
 
-def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
-    """Return the evidence against workers that stand still, as the supervisors would judge it."""
-    given = [from_json(Sample, a["progress"]) for a in answers if a["progress"] is not None]
+def _hangs(told: Iterable[tuple[Record, Record]], ranks: Sequence[int]) -> dict[int, str]:
+    """Return the evidence against workers that stand still, as the agents would judge it."""
+    given = [from_json(Sample, one["progress"]) for one, _ in told if one["progress"] is not None]
     samples = {sample.slot: sample for sample in given if sample.slot in ranks}
     waiting = who_waits(ranks, samples)
     found = {}
@@ -310,12 +333,12 @@ def _hangs(answers: Iterable[Record], ranks: Sequence[int]) -> dict[int, str]:
 def _newest_snapshots(answers: Iterable[Record]) -> dict[int, Record]:
     """Return each owner's newest sealed snapshot, and the newest that each other slot holds.
 
-    A copy is a moment younger or older than its original, since supervisors are asked in turn.
+    A copy is a moment younger or older than its original, since agents are asked in turn.
     """
     newest: dict[tuple[int, int], Record] = {}
     for answer in answers:
         for record in answer["snapshots"]:
-            key = record["owner"], answer["slot"]
+            key = record["owner"], record["holder"]
             if key not in newest or _age(record) > _age(newest[key]):
                 newest[key] = record
     found: dict[int, Record] = {}
@@ -339,18 +362,18 @@ def _age(record: Record) -> tuple[int, int]:
     return int(record["epoch"]), int(record["step"])
 
 
-def _layout(first: Record, answers: Sequence[Record]) -> Record | None:
+def _layout(first: Record, told: Iterable[tuple[Record, Record]]) -> Record | None:
     """That of a worker that has applied the newest view."""
     epoch = first["view"]["epoch"]
-    for answer in (first, *answers):
-        layout: Record | None = answer["layout"]
-        if layout is not None and answer["view"]["epoch"] == epoch and answer["trainer_pid"]:
+    for one, answer in told:
+        layout: Record | None = one["layout"]
+        if layout is not None and answer["view"]["epoch"] == epoch and one["trainer_pid"]:
             return layout
     return None
 
 
 def _views(answers: Sequence[Record]) -> list[Record]:
-    """Return recent views by epoch, each with the first moment at which a supervisor had it."""
+    """Return recent views by epoch, each with the first moment at which an agent had it."""
     views: dict[int, Record] = {}
     for answer in answers:
         for view in answer["views"]:

@@ -35,7 +35,7 @@ _FOLDED = ("pids", "phase", "held by")
 
 
 def watch(contacts: Contacts, timeout_s: float, console: Console) -> None:
-    """Draw the status every REFRESH_S, until no supervisor answers any more.
+    """Draw the status every REFRESH_S, until no agent answers any more.
 
     Raises ConfigurationError where none does from the start.
     """
@@ -72,13 +72,13 @@ def _headline(status: Record) -> Text:
     text.append(f"\nslots by rank: {' '.join(map(str, view['ranks']))}", style="not bold")
     text.append(f"\nat {_addresses(status['workers'])} (--connect, --join)", style="not bold")
     if status["standbys"]:
-        where = ", ".join(f"pid {one['pid']} of node {one['node']}" for one in status["standbys"])
+        where = ", ".join(f"{one['places']} of node {one['node']}" for one in status["standbys"])
         text.append(f"; standby: {where}", style="not bold")
     if status["vacant"]:
         text.append(f"; {len(status['vacant'])} more may join", style="not bold")
     for one in status["unheard"]:
         silent_s = status["asked_s"] - one["since_s"]
-        pair = f"\nworker {one['slot']} hears nothing of worker {one['peer']}"
+        pair = f"\nnode {one['node']} hears nothing of node {one['peer']}"
         text.append(f"{pair} for {silent_s:.0f} s", style="yellow")
     proposal = status["proposal"]
     if proposal is not None:
@@ -88,7 +88,7 @@ def _headline(status: Record) -> Text:
 
 
 def _addresses(workers: list[Record]) -> str:
-    """Say where the job answers: at one supervisor a node that is not known to be gone."""
+    """Say where the job answers: at the agent of each node that is not known to be gone."""
     of_nodes: dict[int, str] = {}
     for worker in workers:
         if worker["phase"] not in ("gone", "unknown"):
@@ -102,7 +102,7 @@ def draw_workers(workers: list[Record]) -> Group:
     """A row each, and below the table what speaks against some of them."""
     # Narrow enough for 80 columns.
     table = Table(
-        title="workers (pids: the worker's, its supervisor's)",
+        title="workers (pids: the worker's, its agent's)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -118,7 +118,7 @@ def draw_workers(workers: list[Record]) -> Group:
         table.add_row(
             _name(worker),
             str(worker["node"]),
-            f"{worker['trainer_pid'] or '-'} {worker['supervisor_pid']}",
+            f"{worker['trainer_pid'] or '-'} {worker['agent_pid'] or '-'}",
             escape(worker["phase"]),
             "-" if worker["step"] is None else str(worker["step"]),
             _wait(worker),

@@ -1,4 +1,4 @@
-"""The environment of supervisors and trainers, and the program of a job (standard library)."""
+"""The environment of agents and trainers, and the program of a job (standard library)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from elaswave_plugin.errors import ConfigurationError
 
-CONTROL_FD = "ELASWAVE_CONTROL_FD"
+AGENT = "ELASWAVE_AGENT"
+"""Where the agent of a trainer's node answers, "host:port", and by a Unix socket beside it."""
+JOB_SECRET_FD = "ELASWAVE_JOB_SECRET_FD"
 SNAPSHOT_FDS = "ELASWAVE_SNAPSHOT_FDS"
 SLOT = "ELASWAVE_SLOT"
 INCARNATION = "ELASWAVE_INCARNATION"

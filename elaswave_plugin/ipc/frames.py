@@ -1,4 +1,4 @@
-"""The messages between trainer and supervisor, and those of the links between supervisors."""
+"""The messages between trainer and agent, and those of the links between agents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from elaswave_plugin.core.agreement.hang import Sample, Waiting
 from elaswave_plugin.core.agreement.messages import (
-    Detached,
     Facts,
     Message,
     Raised,
@@ -19,7 +18,10 @@ from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.job_constants import JobConstants
 
-# ---- a trainer to its supervisor ----------------------------------------------------------------
+TRAINER, SAY = "trainer", "say"
+"""Requests to an agent: a trainer's control link, and what is said beside it."""
+
+# ---- a trainer to its agent ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class SavesLast(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetConstants(WireMessage):
-    """It has its supervisor keep this for a trainer that replaces it."""
+    """It has its agent keep this for trainers that come later."""
 
     what: JobConstants
 
@@ -89,8 +91,9 @@ class Progress(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan(WireMessage):
-    """It asks for another view of the same members."""
+    """It asks for another view of the same members than that of `epoch`."""
 
+    epoch: int
     reason: str
 
 
@@ -131,6 +134,14 @@ class SlowSeen(WireMessage):
     slow: tuple[tuple[int, str], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotJoined(WireMessage):
+    """It trains (else: has ended) without having joined; `missing`: what its script lacks."""
+
+    trains: bool
+    missing: str
+
+
 FromTrainer = (
     Join
     | Ready
@@ -144,7 +155,7 @@ FromTrainer = (
     | Severed
     | Replan
     | Raised
-    | Detached
+    | NotJoined
     | Finish
     | Leave
     | Abandon
@@ -152,7 +163,7 @@ FromTrainer = (
     | SlowSeen
 )
 
-# ---- a supervisor to its trainer ----------------------------------------------------------------
+# ---- an agent to its trainer --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +208,7 @@ class Started(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied(WireMessage):
-    """The supervisor of `slot` holds the snapshot of this step that was sealed in view `epoch`."""
+    """The agent of `slot` holds the snapshot of this step that was sealed in view `epoch`."""
 
     step: int
     epoch: int
@@ -206,7 +217,7 @@ class Copied(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copying(WireMessage):
-    """Bytes of a copy are on the way to the supervisor of `slot`."""
+    """Bytes of a copy are on the way to the agent of `slot`."""
 
     slot: int
 
@@ -215,48 +226,39 @@ class Copying(WireMessage):
 class StartDetached(WireMessage):
     """It comes later, and builds by itself, beside the training.
 
-    `view` is that of the launch; `job_constants` is what its predecessor had the supervisor keep.
+    `view` is that of the launch; `job_constants` is what the first trainers had their agents keep.
     """
 
     view: MembershipView
     job_constants: JobConstants
 
 
-FromSupervisor = (
+FromAgent = (
     Propose | Notice | Stop | CutsWanted | NewView | Started | Copied | Copying | StartDetached
 )
 
-# ---- on a link between supervisors, beside the agreement's --------------------------------------
+# ---- on a link between agents, beside the agreement's -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye(WireMessage):
-    """It ends, and nothing of its worker acts for the job any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask(WireMessage):
-    """Is it there? Its leader is silent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Here(WireMessage):
-    """The answer to `Ask`."""
+    """It ends, and none of its workers acts for the job any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat(WireMessage):
     """Number `n` of its beats; `heard`: the newest of the other one's.
 
-    It was sure to be in the job for `left` seconds more when it heard that. `page`: of its trainer,
-    where that stands still; `waiting`: the leader names those that wait for the other's trainer.
+    It was sure to be in the job for `left` seconds more when it heard that. `pages`: of those of
+    its trainers that stand still; `waiting`: the leader names those that wait for the other's
+    trainers, by slot.
     """
 
     n: int
     heard: int
     left: float
-    page: Sample | None = None
-    waiting: Waiting = field(default_factory=Waiting)
+    pages: tuple[Sample, ...] = ()
+    waiting: dict[int, Waiting] = field(default_factory=dict)
 
 
-FromPeer = Message | Goodbye | Ask | Here | Beat
+FromPeer = Message | Goodbye | Beat

@@ -15,6 +15,7 @@ from typing import NoReturn
 from elaswave_plugin.ipc.reactor import Reactor
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 STOPPED, IN_KERNEL, RUNNABLE = "T", "D", "R"
 """States of a process: a signal has stopped it; it sleeps in the kernel, and no signal wakes it."""
 
@@ -29,6 +30,22 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of what its descendants leave behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def own_children() -> set[int]:
+    """Return the children of this process. Source: Linux, proc(5), task/TID/children."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread has ended meanwhile
+            found |= {*map(int, (task / "children").read_text().split())}
+    return found
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -67,8 +67,13 @@ _NS = 1_000_000_000
 def create_page() -> int:
     """A descriptor of the memory of a new page."""
     fd = os.memfd_create(PAGE_NAME, os.MFD_CLOEXEC)
-    os.ftruncate(fd, _PAGE_BYTES)
+    size_page(fd)
     return fd
+
+
+def size_page(fd: int) -> None:
+    """Give memory the size of a page."""
+    os.ftruncate(fd, _PAGE_BYTES)
 
 
 class ProgressPage:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from elaswave_plugin.agent.peers.rendezvous import open_to_first
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.handshake import Dialling, Kind
 from elaswave_plugin.ipc.secret import (
@@ -18,7 +19,6 @@ from elaswave_plugin.ipc.secret import (
     write_secret,
 )
 from elaswave_plugin.ipc.wire import receive_frame
-from elaswave_plugin.supervisor.peers.rendezvous import open_to_first
 
 REQUIRE = "--elaswave-require-secret"
 _AGAIN_S = 0.05

@@ -8,16 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from elaswave_plugin.agent.peers.same_program import describe_program, difference
+from elaswave_plugin.agent.way_in import Roster, ask_roster
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import RESERVE, Program
 from elaswave_plugin.ipc.handshake import secret_at
-from elaswave_plugin.ipc.peer import own_machine
 from elaswave_plugin.ipc.secret import Secret, named_secrets
 from elaswave_plugin.launch.options import LaunchSpec
-from elaswave_plugin.supervisor.peers.join_client import Roster, ask_roster
-from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 
 _ANSWER_S = 5.0
 # So long a worker that was told to leave may take: it leaves between two steps.
@@ -49,25 +48,25 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         roster = _with_room(roster, secret, spec.nproc_per_node)
     except OSError as error:
         raise ConfigurationError(
-            f"--join is {spec.join}, where no supervisor of a job answers "
+            f"--join is {spec.join}, where no agent of a job answers "
             f"({error.strerror or error}); `elaswave status --json` has their addresses"
         ) from error
     if roster.record["ending"]:
         raise ConfigurationError(f"the job at {spec.join} is ending: no worker can join it")
-    world_size, free = len(roster.peers), roster.free
+    world_size, free = roster.width, roster.free
     if len(free) < spec.nproc_per_node:
         raise ConfigurationError(
             f"--nproc-per-node is {spec.nproc_per_node}, and {len(free)} of the job's {world_size} "
-            "slots are free: start fewer, wait until a worker and its supervisor are gone, or "
+            "slots are free: start fewer, wait until a node is gone, or "
             f"launch the job with a --reserve of more than {roster.record['env'][RESERVE]}"
         )
     record = roster.record
     run_dir = spec.run_dir or (Path(record["run_dir"]) if record["run_dir"] else None)
     return Vacancy(
         slots=free[: spec.nproc_per_node],
-        node=roster.node_for(own_machine()),
+        node=int(roster.record["unused_node"]),
         world_size=world_size,
-        contacts=tuple(peer.data for peer in roster.living),
+        contacts=roster.contacts,
         secret=secret,
         spec=replace(
             spec,
@@ -87,7 +86,7 @@ def _with_room(roster: Roster, secret: Secret, wanted: int) -> Roster:
     while _awaits_room(roster, wanted) and time.monotonic() < deadline_s:
         time.sleep(_ASK_AGAIN_S)
         # Any of them: the one that the user has named may be the one that leaves.
-        roster = ask_roster([peer.data for peer in roster.living], secret)
+        roster = ask_roster(roster.contacts, secret)
     return roster
 
 

@@ -1,4 +1,4 @@
-"""`elaswave run`: starts one node's supervisors (and zygote) and waits for the end of the job."""
+"""`elaswave run`: the guardian of one node, which starts its agent (and a zygote), to the end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, EXIT_TOLD, ConfigurationError
+from elaswave_plugin.agent.agent_process import AgentProcess
+from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.guardian import EXIT_CRASHED, Guardian
+from elaswave_plugin.agent.notice_file import NOTICE_FILE
+from elaswave_plugin.agent.oom_kills import oom_kills
+from elaswave_plugin.agent.peers.rendezvous import (
+    RendezvousSpec,
+    listen_at,
+    own_host,
+    tell_of_end,
+)
+from elaswave_plugin.agent.snapshot_server import listen_for_data
+from elaswave_plugin.agent.starters import ForkServer
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
+from elaswave_plugin.ipc.process_tree import adopt_orphans
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
@@ -23,21 +38,6 @@ from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
 from elaswave_plugin.launch.preflight import allow_descriptors, open_run_dir, refuse_second_job
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.launch.zygote_settings import check_zygote
-from elaswave_plugin.supervisor.main import (
-    EXIT_CRASHED,
-    Descriptors,
-    SupervisorProcess,
-)
-from elaswave_plugin.supervisor.notice_file import NOTICE_FILE
-from elaswave_plugin.supervisor.oom_kills import oom_kills
-from elaswave_plugin.supervisor.peers.rendezvous import (
-    RendezvousSpec,
-    listen_at,
-    own_host,
-    tell_of_end,
-)
-from elaswave_plugin.supervisor.standby import EXIT_UNUSED, STANDBY
-from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
 from elaswave_plugin.tracking.events import EventLog
 
 __all__ = ["LaunchSpec", "main", "parse_run_args", "run_job"]
@@ -126,49 +126,59 @@ class _NodeJob:
         self._host = host
         self._events = events
         self._reactor = Reactor()
-        self._supervisors: dict[int, SupervisorProcess] = {}
         self._zygote: subprocess.Popen[bytes] | None = None
-        self._codes: list[int] = []
+        self._code: int | None = None
+        self._has_met = False
         self._signals: list[int] = []
-        self._ends_early = False
         self._scripts_port = _reserve_port()
+        adopt_orphans()
 
     def run(self, listener: socket.socket | None, port: int, zygotes: list[socket.socket]) -> int:
         """Start the job's part of this node, and wait for the end of the job."""
-        spec = self._spec
+        spec, width = self._spec, self._spec.nproc_per_node
         self._events.emit("job_started", **self._described(spec.node_rank, spec.nnodes))
-
-        def start(zygotes: list[socket.socket]) -> None:
-            on_address = partial(self._start_standbys, zygotes)
-            address_fd = self._await_address(on_address) if spec.standby else -1
-            for local_rank in range(spec.nproc_per_node):
-                zygote = zygotes[local_rank] if zygotes else None
-                teller_fd = address_fd if local_rank == 0 else -1
-                self._start_supervisor(local_rank, listener, port, zygote, teller_fd)
-            if address_fd >= 0:
-                os.close(address_fd)
-            if listener is not None:
-                listener.close()
-
-        return self._supervise(start, zygotes, node=spec.node_rank)
+        first = spec.node_rank * width
+        rendezvous = RendezvousSpec(
+            node=spec.node_rank,
+            slots=tuple(range(first, first + width)),
+            world_size=spec.nnodes * width,
+            host=spec.master_addr,
+            ports=(port,),
+            job=_job_name(port),
+            timeout_s=spec.start_timeout_s,
+            secret=self._secret,
+            hands_out=_hands_out(spec),
+            reserve=spec.reserve,
+            width=width,
+        )
+        scripts_port = self._port_for_scripts(port)
+        envs = tuple(
+            _trainer_env(spec, place, port, scripts_port) for place in range(width + spec.standby)
+        )
+        return self._supervise(self._agent_spec(rendezvous, envs), listener, zygotes)
 
     def run_newcomers(self, vacancy: Vacancy, zygotes: list[socket.socket]) -> int:
-        """Start supervisors that take lost slots of a running job, and wait for its end."""
+        """Start an agent that takes slots of a running job, and wait for its end."""
         described = self._described(vacancy.node, None)
         self._events.emit("node_joins", slots=list(vacancy.slots), **described)
-
-        def start(zygotes: list[socket.socket]) -> None:
-            for local_rank, slot in enumerate(vacancy.slots):
-                self._start_newcomer(
-                    slot,
-                    local_rank,
-                    node=vacancy.node,
-                    world_size=vacancy.world_size,
-                    contacts=vacancy.contacts,
-                    zygote=zygotes[local_rank] if zygotes else None,
-                )
-
-        return self._supervise(start, zygotes, node=vacancy.node)
+        rendezvous = RendezvousSpec(
+            node=vacancy.node,
+            slots=vacancy.slots,
+            world_size=vacancy.world_size,
+            host="",
+            ports=(),
+            job="",
+            timeout_s=self._spec.start_timeout_s,
+            secret=self._secret,
+        )
+        width = {"LOCAL_WORLD_SIZE": str(self._spec.nproc_per_node)}
+        envs = tuple(
+            {**_job_env(self._spec), "LOCAL_RANK": str(place), **width}
+            for place in range(self._spec.nproc_per_node)
+        )
+        spec = self._agent_spec(rendezvous, envs)
+        spec = replace(spec, joins=vacancy.contacts, wanted=vacancy.slots)
+        return self._supervise(spec, None, zygotes)
 
     def _described(self, node: int, nnodes: int | None) -> dict[str, object]:
         return {
@@ -179,61 +189,62 @@ class _NodeJob:
             "script": self._spec.script,
         }
 
+    def _agent_spec(
+        self, rendezvous: RendezvousSpec, envs: tuple[Mapping[str, str], ...]
+    ) -> AgentSpec:
+        spec = self._spec
+        return AgentSpec(
+            rendezvous=rendezvous,
+            host=self._host,
+            program=Program(script=spec.script, args=spec.args, module=spec.module),
+            envs=envs,
+            standby=spec.standby,
+            run_dir=str(spec.run_dir) if spec.run_dir else None,
+            notice_file=str(spec.notice_file) if spec.notice_file else None,
+            timeouts=spec.timeouts,
+            heartbeat=spec.heartbeat,
+        )
+
     def _supervise(
-        self,
-        start: Callable[[list[socket.socket]], None],
-        zygotes: list[socket.socket],
-        *,
-        node: int,
+        self, agent: AgentSpec, listener: socket.socket | None, zygotes: list[socket.socket]
     ) -> int:
-        """`start` the supervisors, with a zygote where one is wanted; until all of them end."""
+        """Run the node's guardian until there is to be no agent any more."""
         old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        ours = bool(self._spec.preload) and not zygotes
+        data = listen_for_data(self._host)
+        process = AgentProcess(spec=agent, env=_job_env(self._spec), data=data, listener=listener)
+        if ours:
+            zygotes = self._start_zygote(len(agent.envs))
+        starters = [ForkServer(self._reactor, sock, ours=ours) for sock in zygotes]
+        guardian = self._guardian = Guardian(
+            self._reactor, process.begin, starters, on_end=self._on_end
+        )
         try:
-            if self._spec.preload and not zygotes:
-                zygotes = self._start_zygote()
-            start(zygotes)
+            guardian.start()
+            if listener is not None:
+                listener.close()
             self._reactor.run()
         finally:
-            self._kill_all()
+            guardian.close()
+            self._end_zygote()
             for number, action in old.items():
                 signal.signal(number, action)
-            for sock in zygotes:
+            for sock in data:
                 sock.close()
             self._reactor.close()
             self._scripts_port.close()
-        code = self._exit_code(node)
-        self._events.emit("job_ended", node=node, exit_code=code)
+        if self._code and not self._has_met and not agent.joins and not self._signals:
+            self._tell_of_early_end(agent.rendezvous, self._code)
+        code = self._exit_code(agent.rendezvous.node)
+        self._events.emit("job_ended", node=agent.rendezvous.node, exit_code=code)
         return code
 
-    def _await_address(self, on_address: Callable[[str], None]) -> int:
-        """A pipe for a supervisor to tell where it answers; its writing end."""
-        ours, theirs = os.pipe()
-
-        def read() -> None:
-            data = os.read(ours, 4096)
-            self._reactor.unwatch(ours)
-            os.close(ours)
-            if data:  # else it ended before the job began
-                on_address(data.decode().strip())
-
-        self._reactor.watch(ours, read)
-        return theirs
-
-    def _start_standbys(self, zygotes: list[socket.socket], address: str) -> None:
-        spec = self._spec
-        for number in range(spec.standby if not self._signals else 0):
-            local_rank = spec.nproc_per_node + number
-            self._start_newcomer(
-                STANDBY,
-                local_rank,
-                node=spec.node_rank,
-                world_size=spec.nnodes * spec.nproc_per_node,
-                contacts=(address,),
-                zygote=zygotes[local_rank] if zygotes else None,
-            )
+    def _on_end(self, code: int) -> None:
+        self._code, self._has_met = code, self._guardian.has_met
+        self._reactor.stop()
 
     def _port_for_scripts(self, port: int) -> int:
-        """MASTER_PORT of the trainers: the supervisors listen at `port` itself.
+        """MASTER_PORT of the trainers: the agents listen at `port` itself.
 
         With several nodes all have to name the same one, and only the user's is known to all.
         """
@@ -242,97 +253,8 @@ class _NodeJob:
             return reserved
         return port + 1 if port < 65535 else port - 1
 
-    def _start_supervisor(
-        self,
-        local_rank: int,
-        listener: socket.socket | None,
-        port: int,
-        zygote: socket.socket | None,
-        address_fd: int,
-    ) -> None:
-        spec = self._spec
-        slot = spec.node_rank * spec.nproc_per_node + local_rank
-        rendezvous = RendezvousSpec(
-            slot=slot,
-            node=spec.node_rank,
-            world_size=spec.nnodes * spec.nproc_per_node,
-            host=spec.master_addr,
-            ports=(port,),
-            job=_job_name(port),
-            timeout_s=spec.start_timeout_s,
-            secret=self._secret,
-            hands_out=_hands_out(spec),
-            reserve=spec.reserve,
-            width=spec.nproc_per_node,
-        )
-        listener_fd = listener.fileno() if slot == 0 and listener is not None else -1
-        env = _trainer_env(spec, local_rank, port, self._port_for_scripts(port))
-        self._spawn(rendezvous, (), env, listener_fd, zygote, address_fd)
-
-    def _start_newcomer(
-        self,
-        slot: int,
-        local_rank: int,
-        *,
-        node: int,
-        world_size: int,
-        contacts: tuple[str, ...],
-        zygote: socket.socket | None,
-    ) -> None:
-        """Start a supervisor for a slot of a running job, or for any empty one (STANDBY)."""
-        rendezvous = RendezvousSpec(
-            slot=slot,
-            node=node,
-            world_size=world_size,
-            host="",
-            ports=(),
-            job="",
-            timeout_s=self._spec.start_timeout_s,
-            secret=self._secret,
-        )
-        env = {
-            **_job_env(self._spec),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self._spec.nproc_per_node),
-        }
-        self._spawn(rendezvous, contacts, env, -1, zygote, -1)
-
-    def _spawn(
-        self,
-        rendezvous: RendezvousSpec,
-        joins: tuple[str, ...],
-        env: dict[str, str],
-        listener_fd: int,
-        zygote: socket.socket | None,
-        address_fd: int,
-    ) -> None:
-        """A supervisor process.
-
-        It alone keeps its connection to the zygote, which ends its trainers when that closes.
-        """
-        spec = self._spec
-        supervisor = SupervisorSpec(
-            rendezvous=rendezvous,
-            host=self._host,
-            program=Program(script=spec.script, args=spec.args, module=spec.module),
-            env={},
-            run_dir=str(spec.run_dir) if spec.run_dir else None,
-            timeouts=spec.timeouts,
-            heartbeat=spec.heartbeat,
-            joins=joins,
-        )
-        zygote_fd = -1 if zygote is None else zygote.fileno()
-        descriptors = Descriptors(listener=listener_fd, zygote=zygote_fd, address=address_fd)
-        process = SupervisorProcess(supervisor, env=env, descriptors=descriptors)
-        if zygote is not None:
-            zygote.close()
-        pidfd = os.pidfd_open(process.pid)
-        self._supervisors[process.pid] = process
-        self._reactor.watch(pidfd, partial(self._on_supervisor_exit, process.pid, pidfd))
-
-    def _start_zygote(self) -> list[socket.socket]:
-        """A zygote for this run, with one connection for each supervisor."""
-        count = self._spec.nproc_per_node + self._spec.standby
+    def _start_zygote(self, count: int) -> list[socket.socket]:
+        """A zygote for this run, with one connection for each place."""
         pairs = [socket.socketpair() for _ in range(count)]
         fds = [theirs.fileno() for _, theirs in pairs]
         self._zygote = subprocess.Popen(
@@ -355,7 +277,7 @@ class _NodeJob:
     def _on_zygote_exit(
         self, zygote: subprocess.Popen[bytes], pidfd: int, killed_before: int
     ) -> None:
-        """Its workers end with it, and say no more than that; those that come later do without."""
+        """The workers that it had forked go on; those that come later are started by exec."""
         self._reactor.unwatch(pidfd)
         os.close(pidfd)
         code = zygote.wait()
@@ -364,49 +286,33 @@ class _NodeJob:
             how += ", and the kernel has ended processes for lack of memory meanwhile"
         if code and not self._signals:
             say(
-                f"the zygote (pid {zygote.pid}) ended: {how}; the workers it had forked end with it"
+                f"the zygote (pid {zygote.pid}) ended: {how}; the workers that it had forked go on,"
+                " and others start without it"
             )
 
-    def _on_supervisor_exit(self, pid: int, pidfd: int) -> None:
-        self._reactor.unwatch(pidfd)
-        os.close(pidfd)
-        process = self._supervisors.pop(pid)
-        code = process.wait()
-        self._codes.append(code)
-        if code and not process.has_met and not process.joins and not self._signals:
-            self._end_early(process, code)
-        if not self._supervisors:
-            self._reactor.stop()
-
-    def _end_early(self, process: SupervisorProcess, code: int) -> None:
-        """Tell the others of one that ended before all had met, so that they need not wait."""
+    def _tell_of_early_end(self, rendezvous: RendezvousSpec, code: int) -> None:
+        """Tell the others of an agent that ended before all had met: they need not wait."""
         if code < 0 or code == EXIT_CRASHED:  # else it has said why
-            say(f"the supervisor of worker {process.rendezvous.slot} ended before the job began")
-        self._ends_early = True
-        tell_of_end(process.rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
-        for other in self._supervisors.values():
-            other.send_signal(signal.SIGTERM)
+            say(f"the agent of node {rendezvous.node} ended before the job began")
+        tell_of_end(rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._reactor.post(partial(self._end, number))
 
     def _end(self, number: int) -> None:
-        """Told to end: ask the supervisors, which give their trainers a moment; then insist.
+        """Told to end: ask the agent, which gives its trainers a moment; then insist.
 
-        They take a second signal for one that cannot wait; a third one kills.
+        It takes a second signal for one that cannot wait; a third one kills.
         """
         self._signals.append(number)
         if len(self._signals) > 2:
-            return self._kill_all()
-        for process in self._supervisors.values():
-            process.send_signal(signal.SIGTERM)
+            return self._guardian.kill()
+        self._guardian.send_signal(signal.SIGTERM)
         if len(self._signals) == 1:
             limit_s = self._spec.timeouts.notice_timeout_s + _LAST_RESORT_S
-            self._reactor.after(limit_s, self._kill_all)
+            self._reactor.after(limit_s, self._guardian.kill)
 
-    def _kill_all(self) -> None:
-        for process in self._supervisors.values():
-            process.kill()
+    def _end_zygote(self) -> None:
         if self._zygote is not None:
             self._zygote.kill()
             try:
@@ -416,22 +322,15 @@ class _NodeJob:
             self._zygote = None
 
     def _exit_code(self, node: int) -> int:
-        """That of the job, as the supervisors that lived to its end tell it."""
+        """That of the job, as the agent that lived to its end tells it."""
         if self._signals:
             code = 128 + self._signals[0]
             say(f"ended by {signal.Signals(self._signals[0]).name} (exit code {code})")
             return code
-        if set(self._codes) == {EXIT_UNUSED}:
-            return 0  # standbys alone, of which none was needed
-        silent = (EXIT_CRASHED, EXIT_UNUSED, EXIT_LEFT_OUT)
-        told = [code for code in self._codes if code >= 0 and code not in silent]
-        if self._ends_early:  # the others were told to end then, which is not what ended the job
-            told = [code for code in told if code != EXIT_TOLD]
-        if not told:
-            if EXIT_LEFT_OUT not in self._codes and not self._ends_early:  # those have said why
-                say(f"no supervisor of node {node} lived to the end of the job")
-            return EXIT_FAILED
-        return next((code for code in told if code), 0)
+        code = EXIT_FAILED if self._code is None else self._code
+        if code < 0 or code == EXIT_CRASHED:
+            say(f"no agent of node {node} lived to the end of the job")
+        return EXIT_FAILED if code < 0 or code in (EXIT_CRASHED, EXIT_LEFT_OUT) else code
 
 
 def _hands_out(spec: LaunchSpec) -> bool:
@@ -440,7 +339,7 @@ def _hands_out(spec: LaunchSpec) -> bool:
 
 
 def _listen(spec: LaunchSpec) -> socket.socket:
-    """The meeting point of the supervisors, bound here so that a taken port is told at once."""
+    """The meeting point of the agents, bound here so that a taken port is told at once."""
     where = f"{spec.master_addr}:{spec.master_port}"
     try:
         return listen_at(spec.master_addr, spec.master_port, several=spec.nnodes > 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
@@ -17,7 +18,6 @@ from elaswave_plugin.launch.job_secret import REQUIRE
 from elaswave_plugin.launch.preflight import check_run_dir
 from elaswave_plugin.launch.script_options import check_script_options, hint_for
 from elaswave_plugin.rehearsed import rehearsed_settings
-from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.toml_file import toml_section
 
 # Fixed at the launch of a job.
@@ -44,7 +44,7 @@ _MEANING = (
     (START, "all nodes have to be there by then"),
     ("join_timeout_s", "every worker has to have joined by then"),
     ("quorum_wait_s", "a minority of the nodes stops after this"),
-    (HEARTBEAT, "a supervisor this silent is lost"),
+    (HEARTBEAT, "an agent this silent is lost, and its node"),
     ("finish_grace_s", "a worker that has finished and has not exited by then is killed"),
     (
         "notice_timeout_s",
@@ -56,7 +56,7 @@ _MEANING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchTimeouts:
-    """The timeouts of a job's supervisors; ``start_s``: for how long they look for one another.
+    """The timeouts of a job's agents; ``start_s``: for how long they look for one another.
 
     Each is an option and a variable of the environment, for launches whose command line has no room
     for it: --notice-timeout-s is ELASWAVE_NOTICE_TIMEOUT_S.
@@ -71,8 +71,8 @@ class LaunchTimeouts:
 class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
-    `join`: any supervisor of a running job, in which these workers take empty slots.
-    `standby`: the number of supervisors that wait until one is lost. `reserve`: the number of
+    `join`: any agent of a running job, in which these workers take empty slots.
+    `standby`: the number of idle places that wait until a slot is lost. `reserve`: the number of
     workers that may join the job beyond those of its launch. `notice_file`: tells the workers to
     leave, once it is there.
     Raises ConfigurationError where the values cannot make a job.
@@ -182,7 +182,7 @@ def _run_dir(option: str | None, shared: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSettings:
-    """The settings among the script's own options that concern its supervisors too."""
+    """The settings among the script's own options that concern its agents too."""
 
     run_dir: Path | None
     quiesce_timeout_s: float | None
@@ -261,7 +261,7 @@ def _parser() -> _Parser:
         "--join",
         metavar="HOST:PORT",
         help="join a running job: take its lost slots, then those of its --reserve; HOST:PORT is "
-        "any supervisor of it (`elaswave status --json` lists them); script and arguments as at "
+        "any agent of it (`elaswave status --json` lists them); script and arguments as at "
         "its launch",
     )
     text = "extra workers that may --join later, with DeepSpeed's pipelines a multiple of stages"
@@ -300,7 +300,7 @@ def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     host, colon, port = options.join.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError(
-            f"--join is {options.join!r}, wanted HOST:PORT of a supervisor of the job, as "
+            f"--join is {options.join!r}, wanted HOST:PORT of an agent of the job, as "
             "10.0.0.1:29501; `elaswave status --json` has them"
         )
     for name in _OF_THE_JOB:
@@ -310,7 +310,7 @@ def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def _peek(args: Sequence[str], option: str) -> str | None:
-    """The last value of one of the script's own options that also concerns the supervisors."""
+    """The last value of one of the script's own options that also concerns the agents."""
     found: str | None = None
     for position, word in enumerate(args):
         name, equals, value = word.partition("=")

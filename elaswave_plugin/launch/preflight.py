@@ -66,9 +66,9 @@ def open_run_dir(folder: Path | None) -> None:
 
 
 def refuse_second_job(folder: Path | None) -> None:
-    """Raise ConfigurationError where a supervisor of another job answers; None is none.
+    """Raise ConfigurationError where an agent of another job answers; None is none.
 
-    For the first supervisor of a job, before the others can have written their addresses.
+    For the first node of a job, before the others can have written their addresses.
     """
     known = [] if folder is None else read_addresses(folder)
     with ThreadPoolExecutor(max(1, min(MOST_AT_ONCE, len(known)))) as pool:
@@ -76,7 +76,7 @@ def refuse_second_job(folder: Path | None) -> None:
         for one, answers in zip(known, pool.map(ask, known), strict=True):
             if answers:
                 raise ConfigurationError(
-                    f"a job is running in {str(folder)!r}: its supervisor of worker {one.slot} (pid"
+                    f"a job is running in {str(folder)!r}: its agent of node {one.node} (pid"
                     f" {one.pid}) answers at {one}; give each job a run directory of its own"
                     " (--elaswave-dir)"
                 )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.environment import CONTROL_FD, Program
+from elaswave_plugin.ipc.environment import AGENT, Program
 from elaswave_plugin.launch.standard_streams import fill_closed_streams
 from elaswave_plugin.launch.torchrun import supervise
 
@@ -20,7 +20,7 @@ _WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Behave as python does, with a supervisor in between for a worker's program."""
+    """Behave as python does, with an agent beside a worker's program."""
     words = list(sys.argv[1:] if argv is None else argv)
     program = worker_program(words, os.environ)
     if program is None:
@@ -38,7 +38,7 @@ def worker_program(words: Sequence[str], env: Mapping[str, str]) -> Program | No
 
     That is with -c, without a script, and for a process that is not a worker.
     """
-    if CONTROL_FD in env or any(name not in env for name in _WORKER):
+    if AGENT in env or any(name not in env for name in _WORKER):
         return None
     position = 0
     while position < len(words) and words[position].startswith("-") and words[position] != "-m":

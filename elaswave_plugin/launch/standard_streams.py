@@ -29,7 +29,7 @@ def fill_closed_streams() -> None:
     os.close(fd)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            # By these numbers only: a supervisor closes all others, and what it opens next gets
+            # By these numbers only: an agent closes all others, and what it opens next gets
             # them. What it said on a stream of another number went into its snapshot memory.
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 

@@ -1,8 +1,8 @@
-"""`torchrun ... -m elaswave_plugin.run script.py args`: one worker's supervisor under a launcher.
+"""`torchrun ... -m elaswave_plugin.run script.py args`: a worker's task under a launcher.
 
 The launcher (torchrun, or any other that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 GROUP_RANK, the first two by Open MPI's names too) starts this in the worker's place; it starts the
-trainer and outlives it.
+trainer and outlives it. The first task of a node is the node's guardian, the others serve it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,40 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
+from elaswave_plugin.agent.agent_process import AgentProcess
+from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.guardian import EXIT_CRASHED, Guardian
+from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
+from elaswave_plugin.agent.peers.rendezvous import (
+    RendezvousSpec,
+    listen_at,
+    own_host,
+    tell_of_end,
+)
+from elaswave_plugin.agent.snapshot_server import listen_for_data
+from elaswave_plugin.agent.starters import ForkServer, Starter
+from elaswave_plugin.errors import (
+    EXIT_FAILED,
+    EXIT_LEFT_OUT,
+    EXIT_REQUEUE,
+    AgreementError,
+    ConfigurationError,
+)
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import die_with_parent
+from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.launch import connect_zygote
@@ -38,11 +60,7 @@ from elaswave_plugin.launch.preflight import (
     refuse_second_job,
 )
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
-from elaswave_plugin.supervisor.main import EXIT_CRASHED
-from elaswave_plugin.supervisor.notice_file import NOTICE_FILE, check_notice_file
-from elaswave_plugin.supervisor.peers.rendezvous import RendezvousSpec, listen_at, own_host
-from elaswave_plugin.supervisor.supervisor import Supervisor
-from elaswave_plugin.supervisor.supervisor_spec import SupervisorSpec
+from elaswave_plugin.launch.task import Task, be_task, meeting_name, tasks_of_node
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What Open MPI's mpirun calls what torchrun sets.
@@ -61,6 +79,9 @@ _NAMES_OF_A_JOB = (
 _PORTS_TRIED = 16
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message)
@@ -72,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = sys.argv[1:] if argv is None else argv
     try:
         parsed = _parser().parse_args(options)
-        # The DeepSpeed launcher puts it before what it takes for the script; a script expects it.
-        rank = [] if parsed.local_rank is None else [f"--local_rank={parsed.local_rank}"]
-        program = Program(script=parsed.script, args=(*rank, *parsed.args), module=parsed.module)
+        program = Program(script=parsed.script, args=tuple(parsed.args), module=parsed.module)
         with relayed_output():
             return supervise(program, os.environ, options=parsed)
     except ConfigurationError as error:
@@ -88,7 +107,7 @@ def supervise(
     *,
     options: argparse.Namespace | None = None,
 ) -> int:
-    """Run `program` as the worker that `env` describes, under a supervisor in this process.
+    """Run `program` as the worker that `env` describes, to the end of the job.
 
     ``options``: those of the command line, where there is one; what they do not say is that of the
     environment, the reserve always. Raises ConfigurationError where the environment describes no
@@ -102,12 +121,8 @@ def supervise(
     rendezvous = _rendezvous(env, port, timeouts.start_s, settings)
     allow_descriptors(rendezvous.world_size + rendezvous.reserve)
     _check(program, settings)
-    several = env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]
+    several = rendezvous.width != rendezvous.world_size
     check_required(env, alone=not several, required=settings.require_secret)
-    if rendezvous.slot == 0:
-        refuse_second_job(settings.run_dir)
-    if notice_file := env.get(NOTICE_FILE):
-        check_notice_file(notice_file)
     trainer_env = {
         **env,
         RESERVE: str(rendezvous.reserve),
@@ -115,40 +130,153 @@ def supervise(
     }
     if settings.run_dir is not None:
         trainer_env["ELASWAVE_DIR"] = str(settings.run_dir)
-    listener = _listen(rendezvous, several=several) if rendezvous.slot == 0 else None
-    host = own_host(
-        rendezvous.host,
-        rendezvous.ports[0],
-        listener=listener,
-        timeout_s=rendezvous.timeout_s,
-        several=several,
+    # The DeepSpeed launcher puts it before what it takes for the script; a script expects it.
+    local_rank = getattr(options, "local_rank", None)
+    first_args = () if local_rank is None else (f"--local_rank={local_rank}",)
+    spec = AgentSpec(
+        rendezvous=rendezvous,
+        host="",
+        program=program,
+        envs=(trainer_env,),
+        first_args=(first_args,),
+        run_dir=None if settings.run_dir is None else str(settings.run_dir),
+        notice_file=env.get(NOTICE_FILE),
+        timeouts=timeouts.agreement,
+        heartbeat=timeouts.heartbeat,
     )
-    rendezvous = replace(rendezvous, secret=_secret(rendezvous, env, settings.run_dir))
     zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
-    connection = connect_zygote(zygote, trainer_env) if zygote else None
     die_with_parent(os.getppid())
     try:
-        with left_to_user(rendezvous.secret), explained_process_limit():
-            supervisor = Supervisor(
-                SupervisorSpec(
-                    rendezvous=rendezvous,
-                    host=host,
-                    program=program,
-                    env=trainer_env,
-                    run_dir=None if settings.run_dir is None else str(settings.run_dir),
-                    timeouts=timeouts.agreement,
-                    heartbeat=timeouts.heartbeat,
-                ),
-                listener=listener,
-                zygote=connection,
-            )
-            code = supervisor.run()
-            return EXIT_FAILED if code == EXIT_LEFT_OUT else code
+        with explained_process_limit():
+            return _serve(spec, zygote, several=several)
+    except AgreementError as error:
+        say(f"the job does not start: {error}")
+        return EXIT_REQUEUE
     except ConfigurationError:
         raise
     except Exception:
         traceback.print_exc()
         return EXIT_CRASHED
+
+
+def _serve(spec: AgentSpec, zygote: str | None, *, several: bool) -> int:
+    """Be the guardian of this node, or a task that serves it; returns the job's exit code.
+
+    `spec`: as of a node that has this task's worker alone.
+    """
+    rendezvous = spec.rendezvous
+    meeting, wait_s = meeting_name(rendezvous.job, rendezvous.node), rendezvous.timeout_s
+    (slot,), (env,), (first_args,) = rendezvous.slots, spec.envs, spec.first_args
+    if _place(env, rendezvous):
+        return be_task(meeting, slot, env, first_args, wait_s)
+    if rendezvous.node == 0:
+        refuse_second_job(None if spec.run_dir is None else Path(spec.run_dir))
+    if spec.notice_file:
+        check_notice_file(spec.notice_file)
+    # What cannot be is told before anybody is waited for.
+    listener = _listen(rendezvous, several=several) if rendezvous.node == 0 else None
+    host = own_host(
+        rendezvous.host,
+        rendezvous.ports[0],
+        listener=listener,
+        timeout_s=wait_s,
+        several=several,
+    )
+    with tasks_of_node(meeting, slot, rendezvous.width - 1, wait_s) as tasks:
+        slots = (slot, *(task.slot for task in tasks))
+        spec = replace(
+            spec,
+            host=host,
+            rendezvous=replace(rendezvous, slots=slots),
+            envs=(env, *(task.env for task in tasks)),
+            first_args=(first_args, *(task.args for task in tasks)),
+        )
+        code = _Guarded(spec, tasks, zygote, listener).run()
+        for task in tasks:
+            task.tell({"exit": code})
+    return code
+
+
+def _place(env: Mapping[str, str], rendezvous: RendezvousSpec) -> int:
+    """The number of this task on its node."""
+    (slot,) = rendezvous.slots
+    text = env.get("LOCAL_RANK", str(slot % rendezvous.width))
+    if not text.isdecimal():
+        raise ConfigurationError(f"LOCAL_RANK is {text!r}, wanted a number, 0 or more")
+    return int(text)
+
+
+class _Guarded:
+    """The guardian of a node whose tasks a launcher has started, in the first of them."""
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        tasks: Sequence[Task],
+        zygote: str | None,
+        listener: socket.socket | None,
+    ) -> None:
+        rendezvous, env = spec.rendezvous, spec.envs[0]
+        self._reactor = Reactor()
+        self._code = EXIT_FAILED
+        self._has_met = False
+        self._signals = 0
+        run_dir = None if spec.run_dir is None else Path(spec.run_dir)
+        self._listener = listener
+        secret = _secret(rendezvous, env, run_dir)
+        spec = replace(spec, rendezvous=replace(rendezvous, secret=secret))
+        self._spec = spec
+        data = listen_for_data(spec.host)
+        self._process = AgentProcess(spec=spec, env=env, data=data, listener=listener)
+        starters: list[Starter | None]
+        if zygote:
+            starters = [ForkServer(self._reactor, connect_zygote(zygote, one)) for one in spec.envs]
+            for place, task in enumerate(tasks, start=1):
+                self._hear_signals(task, place)
+        else:
+            starters = [None]
+            for place, task in enumerate(tasks, start=1):
+                on_signal = partial(self._hand_on, place)
+                starters.append(task.starter(self._reactor, on_signal))
+        self._guardian = Guardian(self._reactor, self._process.begin, starters, on_end=self._on_end)
+
+    def run(self) -> int:
+        """Guard the node to the end of the job; returns its exit code."""
+        old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        spec = self._spec
+        try:
+            with left_to_user(spec.rendezvous.secret):
+                self._guardian.start()
+                if self._listener is not None:
+                    self._listener.close()
+                self._reactor.run()
+        finally:
+            self._guardian.close()
+            for number, action in old.items():
+                signal.signal(number, action)
+        code = self._code
+        if code and not self._has_met and not self._signals:
+            tell_of_end(spec.rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
+        return EXIT_FAILED if code < 0 or code in (EXIT_CRASHED, EXIT_LEFT_OUT) else code
+
+    def _on_end(self, code: int) -> None:
+        self._code, self._has_met = code, self._guardian.has_met
+        self._reactor.stop()
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._reactor.post(partial(self._hand_on, 0, number))
+
+    def _hand_on(self, place: int, number: int) -> None:
+        self._signals += 1
+        self._guardian.send_signal(number, place)
+
+    def _hear_signals(self, task: Task, place: int) -> None:
+        """A task that forks nothing, since a zygote does, still gets signals."""
+        ForkServer(
+            self._reactor,
+            task.sock.dup(),
+            on_other=lambda frame: self._hand_on(place, int(frame["signal"])),
+        )
 
 
 def _check(program: Program, settings: ScriptSettings) -> None:
@@ -170,7 +298,7 @@ def _parser() -> _Parser:
     parser.add_argument(
         "--elaswave-control-port",
         type=int,
-        help="port of the supervisors (the first free one above MASTER_PORT)",
+        help="port of the agents (the first free one above MASTER_PORT)",
     )
     add_timeouts(parser)
     parser.add_argument("--elaswave-zygote", help="socket of a running zygote that forks workers")
@@ -182,7 +310,7 @@ def _parser() -> _Parser:
 
 
 def _secret(rendezvous: RendezvousSpec, env: Mapping[str, str], run_dir: Path | None) -> Secret:
-    if rendezvous.slot == 0:
+    if rendezvous.node == 0:
         return first_secret(env, run_dir)
     return agreed_secret(
         env,
@@ -207,7 +335,10 @@ def _rendezvous(
     reserve = read_reserve(env)
     # torchrun's name of the node's rank, and the DeepSpeed launcher's.
     node = env.get("GROUP_RANK", env.get("CROSS_RANK"))
-    if node is None and env["WORLD_SIZE"] not in ("1", env.get("LOCAL_WORLD_SIZE")):
+    # The DeepSpeed launcher's name of the node's width.
+    width = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE"))
+    width = env["WORLD_SIZE"] if width is None and env["WORLD_SIZE"] == "1" else width
+    if width is None or (node is None and env["WORLD_SIZE"] != width):
         raise ConfigurationError(
             f"GROUP_RANK not set, and WORLD_SIZE is {env['WORLD_SIZE']} where LOCAL_WORLD_SIZE is"
             f" {env.get('LOCAL_WORLD_SIZE', 'not set')}: set GROUP_RANK to the number of this"
@@ -217,8 +348,8 @@ def _rendezvous(
         port = control_port or int(env.get("ELASWAVE_CONTROL_PORT", 0))
         first = int(env["MASTER_PORT"]) + 1
         rendezvous = RendezvousSpec(
-            slot=int(env["RANK"]),
             node=int(node or 0),
+            slots=(int(env["RANK"]),),
             world_size=int(env["WORLD_SIZE"]),
             host=env["MASTER_ADDR"],
             ports=(port,) if port else tuple(range(first, min(first + _PORTS_TRIED, 1 << 16))),
@@ -227,13 +358,13 @@ def _rendezvous(
             secret=Secret.new(),
             hands_out=not env.get(SECRET_FILE) and not settings.require_secret,
             reserve=reserve,
-            width=int(env.get("LOCAL_WORLD_SIZE", 0)),
+            width=int(width),
         )
     except ValueError as error:
         raise ConfigurationError(f"the launcher's environment has no numbers: {error}") from error
     if not rendezvous.ports:
         raise ConfigurationError(
-            f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the supervisors use a "
+            f"MASTER_PORT is {env['MASTER_PORT']}, wanted at most 65534: the agents use a "
             "port above it, or the one of --elaswave-control-port"
         )
     return rendezvous

@@ -1,4 +1,4 @@
-"""Tells the supervisor that its trainer trains, or has ended, without having joined the job.
+"""Tells the agent that its trainer trains, or has ended, without having joined the job.
 
 A script in which nothing attaches trains as well as any other, and is protected against nothing.
 """
@@ -6,17 +6,15 @@ A script in which nothing attaches trains as well as any other, and is protected
 import atexit
 import contextlib
 import os
-import socket
 import sys
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elaswave_plugin.core.agreement.messages import Detached
-from elaswave_plugin.ipc.environment import CONTROL_FD
+from elaswave_plugin.ipc.frames import NotJoined
 from elaswave_plugin.ipc.progress_page import page_fd, page_of
-from elaswave_plugin.ipc.wire import encode
+from elaswave_plugin.trainer.agent_contact import AgentContact
 
 # What is missing, as an adapter knows it: a variable of the framework's module.
 _MARK = "__elaswave__"
@@ -26,14 +24,14 @@ _OURS = "elaswave_plugin.adapters.megatron"
 def watch() -> None:
     """Look out for the first optimizer step of this process, and for its end.
 
-    Does nothing in a process that no supervisor has started itself, such as a child of a trainer.
+    Does nothing in a process that no guardian has started itself, such as a child of a trainer.
     """
     if page_fd(os.environ) is not None:
         _Watch()
 
 
 class _Watch:
-    """The look-out of one process, which tells its supervisor once."""
+    """The look-out of one process, which tells its agent once."""
 
     def __init__(self) -> None:
         self._pid: int | None = os.getpid()
@@ -51,7 +49,7 @@ class _Watch:
         self._tell(trains=False)
 
     def _tell(self, *, trains: bool) -> None:
-        """Tell the supervisor, unless this process has joined, or is a fork of the trainer."""
+        """Tell the agent, unless this process has joined, or is a fork of the trainer."""
         pid, self._pid = self._pid, None
         if pid != os.getpid():
             return
@@ -59,13 +57,10 @@ class _Watch:
         if page is not None:
             page.close()
             return
-        frame = encode(Detached(trains=trains, missing=_missing()))
-        # Where the supervisor is gone, this process is about to be killed.
-        with contextlib.suppress(OSError), socket.socket(fileno=self._copy_of_link()) as link:
-            link.sendall(frame)
-
-    def _copy_of_link(self) -> int:
-        return os.dup(int(self._environ[CONTROL_FD]))
+        # Where no agent is there, this process is about to be killed.
+        with contextlib.suppress(OSError):
+            contact = AgentContact.from_environment(self._environ)
+            contact.say(NotJoined(trains=trains, missing=_missing()))
 
 
 def _missing() -> str:

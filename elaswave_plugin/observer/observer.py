@@ -39,7 +39,7 @@ def audit_samples(run: RunFiles, *, batches: Sequence[int]) -> tuple[int, int]:
 def kills_of(run: RunFiles, wanted: Iterable[Kill] | None = None) -> list[Record]:
     """Return each wanted kill (all that fired, if none are named) and whether it fired.
 
-    Fired means that the worker said so and that its supervisor saw that very process end.
+    Fired means that the worker said so and that its agent saw that very process end.
     """
     exits = {(event["slot"], event["pid"]) for event in run.of_kind("worker_exited")}
     fired = {
@@ -226,7 +226,7 @@ def summarize(
 
 
 def ended_with(run: RunFiles) -> Record | None:
-    """Exit code and reason of the job, as its supervisors agreed on them; None where it goes on."""
+    """Exit code and reason of the job, as its agents agreed on them; None where it goes on."""
     over = run.of_kind("job_over")
     return {name: over[-1][name] for name in ("exit_code", "reason")} if over else None
 

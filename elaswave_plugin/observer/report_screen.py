@@ -30,7 +30,7 @@ def _verdicts(summary: Record) -> list[Text]:
         found.append(Text("no worker ran from start to end in one process", style="yellow"))
     ended = summary["ended"]
     if ended is None:
-        found.append(Text("the job has not ended, or no supervisor saw its end", style="yellow"))
+        found.append(Text("the job has not ended, or no agent saw its end", style="yellow"))
     elif ended["exit_code"]:
         text = f"the job ended with exit code {ended['exit_code']}: {ended['reason']}"
         found.append(Text(text, style=_WRONG))

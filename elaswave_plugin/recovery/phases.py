@@ -28,7 +28,7 @@ class Phases:
         page: ProgressPage,
         clock: PhaseClock,
     ) -> None:
-        """`page` and `clock` tell the supervisor where this worker is."""
+        """`page` and `clock` tell the agent where this worker is."""
         self._slot = slot
         self._events = events
         me = slot, incarnation

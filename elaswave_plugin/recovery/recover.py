@@ -55,7 +55,7 @@ def take_state(
             state = restore(
                 worker.state.access,
                 make_plan=make_plan,
-                # Who reads waits for supervisors: the others, who wait for it, are to be patient.
+                # Who reads waits for agents: the others, who wait for it, are to be patient.
                 reading=partial(worker.member.progress_page.waiting, OUTSIDE),
             )
         with phases.timed("rebind"):

@@ -64,7 +64,7 @@ class SnapshotMemory:
 
         Each stage has one replica fewer from then on, and layers stay. While a worker reads its new
         shard, the buffers are of the old ones; then each is replaced as it is written to. The
-        supervisor of the lost worker keeps what it has.
+        agent of the lost worker keeps what it has.
         """
         reading = self._taken(self._owners, slots, fewer=0)
         reading += sum(self._payload(slot, fewer=1) for slot in slots)

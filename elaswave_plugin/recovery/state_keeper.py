@@ -119,7 +119,7 @@ class StateKeeper:
             self.finish_seal()
 
     def await_start(self) -> None:
-        """Wait until the supervisors know that all workers have sealed, as all have by now.
+        """Wait until the agents know that all workers have sealed, as all have by now.
 
         Until they do, a loss ends the job: it would in the first step, on a busy machine.
         """

@@ -54,12 +54,12 @@ class Worker:
         environ: Mapping[str, str],
         model_parallel: tuple[int, int] = (1, 1),
     ) -> None:
-        """Join the job that the supervisor belongs to; blocks until the first view is committed.
+        """Join the job that the agent belongs to; blocks until the first view is committed.
 
         ``model_parallel``: the sizes of tp and pp, by which slots beyond the launch have places.
         In the place of a lost worker nothing is waited for: the framework is built at the sizes of
         the launch, `detached`, and `ask_to_enter` comes before the first step.
-        Raises ConfigurationError when the process was not started by a supervisor.
+        Raises ConfigurationError when the process was not started by an agent.
         """
         self.config = config
         self.member = Member.from_environment(environ)

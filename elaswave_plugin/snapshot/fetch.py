@@ -1,6 +1,6 @@
-"""Reads sealed snapshot bytes that a supervisor has: in place on its node, else over the network.
+"""Reads sealed snapshot bytes that an agent has: in place on its node, else over the network.
 
-On the same node the supervisor hands over a descriptor of the memory, and nothing goes through a
+On the same node the agent hands over a descriptor of the memory, and nothing goes through a
 socket; what is overwritten while it is read fails its checksum. Standard library only.
 """
 
@@ -49,11 +49,11 @@ class _Memory(NamedTuple):
 
 
 class Fetcher:
-    """One connection to the supervisor at `address` ("host:port"); many fetches, in their order.
+    """One connection to the agent at `address` ("host:port"); many fetches, in their order.
 
     While anything is waited for, `check` is called every few milliseconds; what it raises ends the
     fetch, and the connection is of no more use.
-    Raises LinkError where the supervisor cannot be reached.
+    Raises LinkError where the agent cannot be reached.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Fetcher:
     ) -> None:
         """``stall_s``: the longest that nothing may come while something is awaited.
 
-        ``relays``: supervisors by which to go where this one cannot be heard from here, as those in
+        ``relays``: agents by which to go where this one cannot be heard from here, as those in
         ``unheard`` could not before.
         """
         self.address = address
@@ -89,7 +89,7 @@ class Fetcher:
                 self._sock.close()
                 raise
         except OSError as error:
-            raise LinkError(f"supervisor at {address} cannot be reached: {error}") from error
+            raise LinkError(f"agent at {address} cannot be reached: {error}") from error
 
     def ask(
         self, *, owner: int, step: int, epoch: int, offset: int, length: int, timeout_s: float
@@ -104,7 +104,7 @@ class Fetcher:
             send_frame(self._sock, {"t": "fetch", **request})
         except OSError as error:
             raise LinkError(
-                f"the supervisor at {self.address} could not be asked for a snapshot of worker"
+                f"the agent at {self.address} could not be asked for a snapshot of worker"
                 f" {owner} at step {step} (view {epoch}): {error}"
             ) from error
         self._asked.append(request)
@@ -115,7 +115,7 @@ class Fetcher:
         """Fill `into` with the bytes from `offset` of the snapshot of `owner` at (step, epoch).
 
         What was asked for ahead is fetched in the order in which it was asked for.
-        Raises LinkError where the bytes are not there or the supervisor does not deliver in time.
+        Raises LinkError where the bytes are not there or the agent does not deliver in time.
         """
         sealed, view = _Sealed(owner, step, epoch), into.cast("B")
         what = f"snapshot of worker {owner} at step {step} (view {epoch})"
@@ -124,10 +124,10 @@ class Fetcher:
             refusal = take(sealed, offset, view, timeout_s)
         except OSError as error:
             raise LinkError(
-                f"{what} did not come from the supervisor at {self.address}: {error}"
+                f"{what} did not come from the agent at {self.address}: {error}"
             ) from error
         if refusal is not None:
-            raise LinkError(f"{what}: supervisor at {self.address} answers: {refusal}")
+            raise LinkError(f"{what}: agent at {self.address} answers: {refusal}")
 
     @property
     def _is_near(self) -> bool:
@@ -196,7 +196,7 @@ class Fetcher:
 
 
 def _connect_near(address: str) -> socket.socket | None:
-    """A connection by the Unix socket that a supervisor of this node has beside its address."""
+    """A connection by the Unix socket that an agent of this node has beside its address."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:

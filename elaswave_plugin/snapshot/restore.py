@@ -1,7 +1,7 @@
 """Reads a worker's new weights from the sealed snapshots that a plan names, or from the next best.
 
 The optimizer state follows from the same plan (`deferred.py`). Own memory is read in place; other
-shards are fetched from the supervisor that holds them. Bytes that fail their checksum or do not
+shards are fetched from the agent that holds them. Bytes that fail their checksum or do not
 arrive are rejected by all workers together, and the plan is made again without them: another copy,
 then an older step, then the job stops with the gap named.
 """
@@ -199,7 +199,7 @@ def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[V
 
 
 def _relays(plan: RecoveryPlan, slot: int) -> list[str]:
-    """Supervisors of other nodes, by which to go where one is not heard from here."""
+    """Agents of other nodes, by which to go where one is not heard from here."""
     holders = [one for shards in plan.sources for one in shards]
     own = {_host(one.holder_address) for one in holders if one.holder == slot}
     return sorted({one.holder_address for one in holders if _host(one.holder_address) not in own})

@@ -97,7 +97,7 @@ class SnapshotPool:
         available_bytes: int,
         body_bytes: int = 0,
     ) -> None:
-        """Map ``fds`` (anonymous shared memory made by the supervisor) at ``capacity_bytes`` each.
+        """Map ``fds`` (anonymous shared memory made by the agent) at ``capacity_bytes`` each.
 
         Memory for ``body_bytes`` of each is taken here, more of it as it is used. ``needed_bytes``
         is what all snapshots of this node will use; raises ConfigurationError when

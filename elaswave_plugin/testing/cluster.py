@@ -1,12 +1,12 @@
-"""Runs the real agreement of many supervisors over a virtual network, in virtual time."""
+"""Runs the real agreement of many agents over a virtual network, in virtual time."""
 
 import json
 import random
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
 from elaswave_plugin.core.agreement.effects import (
     Connect,
     Deliver,
@@ -17,7 +17,9 @@ from elaswave_plugin.core.agreement.effects import (
     Note,
     Over,
     Ring,
+    Seated,
     Send,
+    Vacated,
 )
 from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.agreement.leader import Agreement
@@ -29,24 +31,26 @@ from elaswave_plugin.core.agreement.messages import (
     Stop,
     Welcome,
 )
+from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
 from elaswave_plugin.testing.described import describe, describe_note
 
-T = TypeVar("T")
+NEW_LINK = "new link"
+"""What comes first on a link that is opened again, to the next life of an agent or the same one."""
 
 
 class Cluster:
-    """Supervisors without processes, whose messages are delivered in a fixed or a random order.
+    """Agents without processes, whose messages are delivered in a fixed or a random order.
 
     ``nodes``: the node of each slot at the launch, `NOWHERE` for one of the reserve. A test gives
     commands (`do`, `act` and `run`; docs/testing.md has them all) and reads what became of them:
 
-    - ``alive``: the `Agreement` of each slot whose supervisor lives; ``trainers``: who trains
+    - ``alive``: the `Agreement` of each node whose agent lives; ``trainers``: who trains
     - ``decided``: every view by its epoch; ``commits``: the views that each trainer was told
-    - ``ends``: how the job ended for a slot; ``left``: who may leave, as it was told to
+    - ``ends``: how the job ended for a node; ``left``: who may leave, as it was told to
     - ``joined`` and ``entered``: newcomers that are let in, and those that take part
     - ``lines``: what happened, one line a message, view or end, unless ``verbose`` is off
 
@@ -57,46 +61,50 @@ class Cluster:
     def __init__(self, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
         self.now_s = 0.0
         self.lines: list[str] = []
-        self.nodes = list(nodes)
         self.timeouts = timeouts
         self.settling: set[int] = set()
+        self.width = len(nodes)
+        self.launched = frozenset(slot for slot, node in enumerate(nodes) if node != NOWHERE)
         self.alive = {
-            slot: Agreement(slot=slot, nodes=nodes, timeouts=timeouts)
-            for slot, node in enumerate(nodes)
-            if node != NOWHERE
+            node: Agreement(node=node, nodes=nodes, timeouts=timeouts)
+            for node in sorted({*nodes} - {NOWHERE})
         }
-        # What each node remembers, for as long as one of its supervisors lives.
-        self.memories: dict[int, NodeMemory] = {}
+        # What each node has stored, for the next life of its agent.
+        self.records: dict[int, Any] = {}
         self.lives = 0
-        self.wires: dict[tuple[int, int], deque[Message]] = {}
+        self.wires: dict[tuple[int, int], deque[Any]] = {}
         self.order: deque[tuple[int, int]] = deque()
-        self.open: dict[int, Ballot] = {}
-        self.launched = frozenset(self.alive)
-        self.trainers = set(self.alive)
         self.cut: set[tuple[int, int]] = set()
         # Those of them that nobody has acted on yet.
         self.broken: set[tuple[int, int]] = set()
-        # Links that newcomers have opened and that the other end does not use yet.
-        self.unread: set[tuple[int, int]] = set()
-        # Newcomers that wait for the welcome of a leader, and then until all use their links.
+        # Links that were opened again, of which the first end has not heard yet.
+        self.stale: set[tuple[int, int]] = set()
+        # Links on which nothing arrives for now.
+        self.held: set[tuple[int, int]] = set()
+        # Nodes that wait for the welcome of a leader, with that.
         self.asking: dict[int, int] = {}
-        self.welcomes: dict[int, Welcome] = {}
+        # The node of each slot, as far as anybody has one, and the trainers by slot: where each is
+        # (step, whether it has begun it), who waits to be let in, who has stopped, for what.
+        self.home = {slot: node for slot, node in enumerate(nodes) if node != NOWHERE}
+        self.trainers = {*self.home}
+        self.at: dict[int, tuple[int, bool]] = dict.fromkeys(self.home, (0, False))
+        self.outside = {*self.home}
+        self.open: dict[int, Ballot] = {}
+        self.stopped: set[int] = set()
+        self.boundary: dict[int, tuple[Ballot, int | None]] = {}
+        # What the trainers of a node say again to the next life of its agent, by slot.
+        self.told: dict[int, list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {}
         # Newcomers whose trainers are not built yet.
         self.new: set[int] = set()
         self.joined: set[int] = set()
         self.entered: set[int] = set()
         # Those that may leave, as they were told to.
         self.left: set[int] = set()
-        self.doom: dict[int, tuple[str, int]] = {}
-        self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.alive}
+        self.doom: dict[int, tuple[str, int, bool]] = {}
+        self.commits: dict[int, list[MembershipView]] = {slot: [] for slot in self.home}
         # Every view that any trainer was ever told of, by epoch.
         self.decided: dict[int, MembershipView] = {}
         self.ends: dict[int, Over] = {}
-        # Where each trainer is: (step, whether it has begun it), and who waits to be let in.
-        self.at: dict[int, tuple[int, bool]] = dict.fromkeys(self.alive, (0, False))
-        self.outside = set(self.alive)
-        self.stopped: set[int] = set()
-        self.boundary: dict[int, tuple[Ballot, int | None]] = {}
         self.verbose = True
 
     # ---- commands -----------------------------------------------------------------------------
@@ -117,13 +125,14 @@ class Cluster:
 
     def _do_start(self, words: list[str]) -> None:
         """Begin the job: the leader proposes the first view."""
-        for slot in list(self.alive):
-            self.settle(slot)
+        for node in list(self.alive):
+            self.settle(node)
 
     def _do_quiesce(self, words: list[str]) -> None:
         """Have trainers (SLOTS) stop and answer the open proposal."""
         for slot in self.slots(words):
-            if slot in self.alive and slot in self.open:
+            agreement = self.agent_of(slot)
+            if agreement is not None and slot in self.open:
                 ballot = self.open.pop(slot)
                 self.stopped.add(slot)
                 step, begun = self.at[slot]
@@ -131,19 +140,20 @@ class Cluster:
                 placed = self.commits[slot][-1].epoch if self.commits[slot] else 0
                 facts = {"at": slot, "step": step, "begun": begun, "entering": entering}
                 facts["placed"] = placed
-                self.alive[slot].quiesced(
+                agreement.quiesced(
+                    slot,
                     ballot,
                     facts if slot in self.trainers else None,
-                    [{"owner": slot}],
+                    partial(self.inventory, agreement),
                     entering=entering,
                 )
-                self.settle(slot)
+                self.settle(agreement.node)
 
     def _do_step(self, words: list[str]) -> None:
         """Let trainers (SLOTS) go on, to the next boundary or over it where they may."""
         for slot in self.slots(words):
-            running = self.trainers & set(self.alive) - self.outside - set(self.open)
-            if slot not in running - self.stopped:
+            running = self.trainers - self.outside - set(self.open)
+            if slot not in running - self.stopped or self.agent_of(slot) is None:
                 continue
             step, begun = self.at[slot]
             if begun:
@@ -168,110 +178,61 @@ class Cluster:
     def _do_respawn(self, words: list[str]) -> None:
         """Build new trainers (SLOTS), which wait to be let in."""
         for slot in self.slots(words):
-            agreement = self.alive[slot]
-            agreement.trainer_starts(agreement.incarnation + 1)
-            self.trainers.add(slot)
-            self.outside.add(slot)
-            self.commits[slot] = []
-            agreement.trainer_ready(self.now_s)
-            self.settle(slot)
+            agreement = self.agent_of(slot)
+            if agreement is None:
+                continue
+            agreement.trainer_starts(slot, agreement.seats[slot].incarnation + 1)
+            self.told[slot] = []
+            self.build(slot)
+            self.tell(slot, "trainer_ready", self.now_s)
 
     def _do_join(self, words: list[str]) -> None:
-        """Ask for a slot as another supervisor (SLOT NODE [SLOTS without a link])."""
-        slot, node = map(int, words[:2])
-        unlinked = self.slots(words[2:])
-        linked = frozenset(set(self.alive) - set(unlinked))
-        applicant = Applicant(slot=slot, node=node, address=f"of {slot}", linked=linked)
+        """Ask for slots as the agent of a node (NODE SLOTS)."""
+        node, slots = int(words[0]), tuple(self.slots(words[1:]))
+        applicant = Applicant(node=node, slots=slots, address=f"of {node}")
         answers = {}
         for one in sorted(set(self.alive) - set(self.ends)):
             answers[one] = self.alive[one].admit(applicant)
             if answers[one].reason is None:
-                self.nodes[slot] = node
-                self.asking[slot] = one
-                self.ends.pop(slot, None)
-                for other in self.alive:
-                    for link in ((slot, other), (other, slot)):
-                        self.wires.pop(link, None)
-                        self.cut.discard(link)
-                        self.unread.discard(link)
-                    self.unread.add((slot, other))
+                if node not in self.alive:
+                    self.asking[node] = one
+                    self.records.pop(node, None)
                 self.settle(one)
                 return
         why = {answer.reason for answer in answers.values() if not answer.later}
         why = why or {answer.reason for answer in answers.values()}
-        self.say(f"worker {slot} on node {node} is not let in: {'; '.join(sorted(map(str, why)))}")
+        self.say(f"node {node} is not let in: {'; '.join(sorted(map(str, why)))}")
 
     def _do_ready(self, words: list[str]) -> None:
         """Build the trainers of newcomers (SLOTS), which wait to be let in."""
         for slot in self.slots(words):
             self.new.discard(slot)
             self.trainers.add(slot)
-            self.alive[slot].trainer_ready(self.now_s)
-            self.settle(slot)
-
-    def begin_or_give_up(self) -> None:
-        """Begin as a newcomer once all that it was told of use its links, or give up."""
-        for slot, leader in list(self.asking.items()):
-            message = self.welcomes.get(slot)
-            if message is None:
-                gives_up = leader not in self.alive and not self.wires.get((leader, slot))
-                waits = not gives_up
-            else:
-                living = set(range(len(self.nodes))) - message.lost.keys() - {slot}
-                gives_up = not living <= self.alive.keys()
-                gives_up = gives_up or any((slot, one) in self.cut for one in living)
-                waits = any((slot, one) in self.unread for one in living)
-            if gives_up:
-                self.give_up(slot)
-            elif message is not None and not waits:
-                self.begin(message)
-
-    def give_up(self, slot: int) -> None:
-        """Close the links of a newcomer, as one does that has waited for long."""
-        self.say(f"{slot}: gives up, it is not let in by all")
-        del self.asking[slot]
-        self.welcomes.pop(slot, None)
-        self.order += [(slot, other) for other in self.alive]
-
-    def begin(self, message: Welcome) -> None:
-        """Take part as the newcomer that was welcomed."""
-        slot = message.worker.slot
-        del self.asking[slot], self.welcomes[slot]
-        if all(self.nodes[other] != self.nodes[slot] for other in self.alive):
-            self.memories.pop(self.nodes[slot], None)
-        self.lives += 1
-        self.alive[slot] = Agreement.of_newcomer(message, timeouts=self.timeouts, life=self.lives)
-        self.new.add(slot)
-        self.joined.add(slot)
-        self.left.discard(slot)
-        self.outside.add(slot)
-        self.commits[slot] = []
-        self.at[slot] = (0, False)
-        self.stopped.discard(slot)
-        for state in (self.open, self.boundary, self.doom):
-            state.pop(slot, None)
-        # What came to it meanwhile is read now.
-        self.order += [link for link, wire in self.wires.items() if link[1] == slot for _ in wire]
-        self.settle(slot)
+            self.tell(slot, "trainer_ready", self.now_s)
 
     def _do_notice(self, words: list[str]) -> None:
         """Tell trainers to leave between two steps (SLOTS [saves] [asked])."""
         for slot in self.slots(words[:1]):
             how = {"saves_last": "saves" in words, "asked": "asked" in words}
-            self.alive[slot].give_notice("it is drained", self.now_s, **how)
-            self.settle(slot)
+            self.tell(slot, "give_notice", "it is drained", self.now_s, **how)
 
     def _do_replan(self, words: list[str]) -> None:
         """Tell trainers (SLOTS) what layout somebody wants."""
         for slot in self.slots(words):
-            self.alive[slot].replan("layers move", self.now_s)
-            self.settle(slot)
+            if (agreement := self.agent_of(slot)) is not None:
+                agreement.replan("layers move", self.now_s)
+                self.settle(agreement.node)
 
     def _do_seal(self, words: list[str]) -> None:
         """Have trainers (SLOTS) seal their first snapshot."""
         for slot in self.slots(words):
-            self.alive[slot].first_seal()
-            self.settle(slot)
+            self.tell(slot, "first_seal")
+
+    def _do_settle(self, words: list[str]) -> None:
+        """Have trainers (SLOTS) need nothing that was sealed before their last view."""
+        for slot in self.slots(words):
+            if self.commits.get(slot) and slot in self.trainers:
+                self.tell(slot, "settled", self.commits[slot][-1].epoch)
 
     def _do_exit(self, words: list[str]) -> None:
         """End trainers in the same moment (SLOTS CODE|SIGNAL [STEP]).
@@ -286,60 +247,89 @@ class Cluster:
             raised = Raised(error="ValueError", message="no", where="train.py:7", when=when)
         slots = self.slots(words[:1])
         for slot in slots:
-            self.trainers.discard(slot)
-            self.boundary.pop(slot, None)
-            self.alive[slot].trainer_failed(evidence, code, self.now_s, raised=raised)
-            ballot = self.open.pop(slot, None)
-            if ballot is not None:
-                self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
+            self.tell(
+                slot, "trainer_failed", evidence, code, self.now_s, settles=False, raised=raised
+            )
+            self.end(slot)
         for slot in slots:
-            self.settle(slot)
+            self.settle(self.home[slot])
 
     def _do_done(self, words: list[str]) -> None:
         """Have trainers finish, and with a code exit too (SLOTS [CODE])."""
+        code = int(words[1]) if words[1:] else None
         for slot in self.slots(words[:1]):
-            self.trainers.discard(slot)
-            self.boundary.pop(slot, None)
-            self.alive[slot].trainer_done(int(words[1]) if words[1:] else None)
-            ballot = self.open.pop(slot, None)
-            if ballot is not None:
-                self.alive[slot].quiesced(ballot, None, [{"owner": slot}])
-            self.settle(slot)
+            self.tell(slot, "trainer_done", code, settles=False)
+            self.end(slot)
+            self.settle(self.home[slot])
 
     def _do_detached(self, words: list[str]) -> None:
         """Say that trainers (SLOTS) train and have not joined."""
         for slot in self.slots(words):
-            self.alive[slot].detached(Detached(trains=True, missing="a flag"))
-            self.settle(slot)
+            if (agreement := self.agent_of(slot)) is not None:
+                agreement.detached(Detached(slot=slot, trains=True, missing="a flag"))
+                self.settle(agreement.node)
+
+    def _do_progress(self, words: list[str]) -> None:
+        """Let trainers (SLOTS) show that they work."""
+        for slot in self.slots(words):
+            if (agreement := self.agent_of(slot)) is not None:
+                agreement.progress(slot, self.now_s)
+
+    def _do_sever(self, words: list[str]) -> None:
+        """Break a data link of trainers (SLOTS), which stay alive."""
+        for slot in self.slots(words):
+            if (agreement := self.agent_of(slot)) is not None:
+                agreement.severed(self.commits[slot][-1].epoch, "a link broke", self.now_s)
+                self.settle(agreement.node)
 
     def _do_kill(self, words: list[str]) -> None:
-        """Kill supervisors (SLOTS) in the same moment."""
-        dead = self.slots(words)
-        for slot in dead:
-            self.bury(slot)
-        for slot in list(self.alive):
-            if slot in self.alive:  # the leader may have killed it, on its own node
+        """Kill nodes (NODES) in the same moment, with their trainers."""
+        dead = self.numbers(words, self.alive)
+        for node in dead:
+            self.bury(node)
+        for node in list(self.alive):
+            if node in self.alive:
                 for gone in dead:
-                    self.alive[slot].lost(gone, "its connection closed")
-                self.settle(slot)
+                    self.alive[node].lost(gone, "its connection closed")
+                self.settle(node)
+
+    def _do_restart(self, words: list[str]) -> None:
+        """End the agents of nodes (NODES), whose trainers go on; the next lives begin at once."""
+        for node in self.numbers(words, self.alive):
+            if node in self.alive and node not in self.ends:
+                self.restart(node)
+
+    def _do_relink(self, words: list[str]) -> None:
+        """Open the link of two nodes (A B) again: what was under way on it is lost."""
+        a, b = map(int, words)
+        for one, other in ((a, b), (b, a)):
+            self.wires[one, other] = deque([NEW_LINK])
+            self.stale.add((one, other))
+            self.order.append((one, other))
 
     def _do_doom(self, words: list[str]) -> None:
-        """Kill a supervisor once it has sent N messages of a kind (SLOT KIND N)."""
-        self.doom[int(words[0])] = words[1], int(words[2])
+        """Kill a node once it has sent N messages of a kind (NODE KIND N), or restart its agent.
+
+        The latter where `restart` follows.
+        """
+        self.doom[int(words[0])] = words[1], int(words[2]), words[3:] == ["restart"]
 
     def _do_part(self, words: list[str]) -> None:
-        """Break the links between A and B, and those between C and D (A B [C D ...])."""
+        """Break the links between nodes A and B, and those between C and D (A B [C D ...])."""
         pairs = zip(words[::2], words[1::2], strict=True)
         cut = [
-            (a, b) for one, other in pairs for a in self.slots([one]) for b in self.slots([other])
+            (a, b)
+            for one, other in pairs
+            for a in self.numbers([one], self.alive)
+            for b in self.numbers([other], self.alive)
         ]
         both = [*cut, *((b, a) for a, b in cut)]
-        for slot, far in sorted(both):
-            self.cut.add((slot, far))
-            self.wires.pop((slot, far), None)
-            self.alive[slot].lost(far, "its connection broke")
-        for slot in dict.fromkeys(slot for pair in cut for slot in pair):
-            self.settle(slot)
+        for node, far in sorted(both):
+            self.cut.add((node, far))
+            self.wires.pop((node, far), None)
+            self.alive[node].lost(far, "its connection broke")
+        for node in dict.fromkeys(node for pair in cut for node in pair):
+            self.settle(node)
 
     def _do_sunder(self, words: list[str]) -> None:
         """Break links as `part` does; who is behind one is lost only where one end leads.
@@ -347,159 +337,272 @@ class Cluster:
         Coordinators do the same (`Coordinator._lose_who_is_needed`).
         """
         for one, other in zip(words[::2], words[1::2], strict=True):
-            for a in self.slots([one]):
-                for b in self.slots([other]):
+            for a in self.numbers([one], self.alive):
+                for b in self.numbers([other], self.alive):
                     self.cut |= {(a, b), (b, a)}
                     self.broken |= {(a, b), (b, a)}
                     self.wires.pop((a, b), None)
                     self.wires.pop((b, a), None)
-        for slot in list(self.alive):
-            self.settle(slot)
-
-    def lose_who_is_needed(self, slot: int) -> None:
-        """Lose who is behind a broken link, where one of its ends leads."""
-        agreement = self.alive[slot]
-        for _ in self.nodes:
-            leader = agreement.leader
-            gone = [far for near, far in sorted(self.broken) if near == slot]
-            for far in gone if leader == slot else {leader}.intersection(gone):
-                self.broken.discard((slot, far))
-                agreement.lost(far, "its connection broke")
+        for node in list(self.alive):
+            self.settle(node)
 
     def _do_tick(self, words: list[str]) -> None:
-        """Let SECONDS pass; with the beats each learns which leader its node follows."""
+        """Let SECONDS pass."""
         self.now_s += float(words[0])
-        for slot, agreement in self.alive.items():
-            agreement.recall(self.memories.get(self.nodes[slot], NodeMemory()), self.now_s)
-        for slot in list(self.alive):
-            self.settle(slot)
+        for node in list(self.alive):
+            self.settle(node)
 
-    def _do_sever(self, words: list[str]) -> None:
-        """Break a data link of trainers (SLOTS), which stay alive."""
-        for slot in self.slots(words):
-            epoch = self.commits[slot][-1].epoch
-            self.alive[slot].severed(epoch, "a link broke", self.now_s)
-            self.settle(slot)
-
-    def _do_progress(self, words: list[str]) -> None:
-        """Let trainers (SLOTS) show that they work."""
-        for slot in self.slots(words):
-            self.alive[slot].progress(self.now_s)
-
-    # ---- the network --------------------------------------------------------------------------
+    # ---- trainers -----------------------------------------------------------------------------
 
     def slots(self, words: list[str]) -> list[int]:
         """Read SLOTS: "all", or numbers with commas or blanks between them."""
+        return self.numbers(words, self.seated)
+
+    @property
+    def seated(self) -> list[int]:
+        """The slots that an agent has."""
+        return [slot for slot in sorted(self.home) if self.agent_of(slot) is not None]
+
+    def numbers(self, words: list[str], known: Any) -> list[int]:
+        """Read numbers, or "all" of the known ones."""
         if words == ["all"]:
-            return list(self.alive)
-        return [int(slot) for word in words for slot in word.split(",")]
+            return list(known)
+        return [int(number) for word in words for number in word.split(",")]
 
-    def bury(self, slot: int) -> None:
-        """Remove a supervisor with its trainer."""
-        self.say(f"{slot}: supervisor dies")
-        self.alive.pop(slot)
-        self.new.discard(slot)
+    def agent_of(self, slot: int) -> Agreement | None:
+        """The agent that has a slot; None where none lives."""
+        agreement = self.alive.get(self.home.get(slot, NOWHERE))
+        return agreement if agreement is not None and slot in agreement.seats else None
+
+    def tell(self, slot: int, what: str, *args: Any, settles: bool = True, **how: Any) -> None:
+        """Have an agent told of one of its trainers, also in its next life."""
+        agreement = self.agent_of(slot)
+        if agreement is None:
+            return
+        said = self.told.setdefault(slot, [])
+        said[:] = [one for one in said if one[0] != what]
+        said.append((what, args, how))
+        getattr(agreement, what)(slot, *args, **how)
+        if settles:
+            self.settle(agreement.node)
+
+    def build(self, slot: int) -> None:
+        """Start a trainer that is not in any view."""
+        self.trainers.add(slot)
+        self.outside.add(slot)
+        self.commits[slot] = []
+        self.at[slot] = (0, False)
+        self.stopped.discard(slot)
+        self.left.discard(slot)
+        for state in (self.open, self.boundary):
+            state.pop(slot, None)
+
+    def end(self, slot: int) -> None:
+        """End a trainer; its agent answers for it."""
         self.trainers.discard(slot)
-        self.open.pop(slot, None)
+        self.boundary.pop(slot, None)
+        agreement, ballot = self.agent_of(slot), self.open.pop(slot, None)
+        if agreement is not None and ballot is not None:
+            agreement.quiesced(slot, ballot, None, partial(self.inventory, agreement))
 
-    def settle(self, slot: int) -> None:
-        """Carry out what a supervisor asks for, until it asks for nothing more."""
-        if slot not in self.alive or slot in self.settling:
+    def inventory(self, agreement: Agreement) -> list[dict[str, int]]:
+        """What is sealed on a node."""
+        return [{"owner": slot} for slot in sorted(agreement.seats)]
+
+    # ---- agents -------------------------------------------------------------------------------
+
+    def bury(self, node: int) -> None:
+        """Remove a node with its trainers."""
+        self.say(f"node {node} dies")
+        self.alive.pop(node)
+        for slot in [slot for slot, home in self.home.items() if home == node]:
+            self.new.discard(slot)
+            self.trainers.discard(slot)
+            self.open.pop(slot, None)
+
+    def restart(self, node: int) -> None:
+        """Begin the next life of an agent, with what its node has stored."""
+        self.say(f"the agent of node {node} dies")
+        self.lives += 1
+        record = from_json(Record, json.loads(json.dumps(self.records[node], default=to_json)))
+        new = Agreement.of_next_life(
+            record, node, timeouts=self.timeouts, life=self.lives, now_s=self.now_s
+        )
+        self.alive[node] = new
+        for slot in new.seats:
+            self.open.pop(slot, None)
+            for what, args, how in list(self.told.get(slot, ())):
+                getattr(new, what)(slot, *args, **how)
+            self.tell_what_it_missed(slot, new)
+        for other in list(self.alive):
+            if other != node:
+                self.wires.pop((other, node), None)
+                self.stale = self.stale - {(node, other)} | {(other, node)}
+                self.wires.setdefault((node, other), deque()).append(NEW_LINK)
+                self.order.append((node, other))
+        self.settle(node)
+
+    def tell_what_it_missed(self, slot: int, agreement: Agreement) -> None:
+        """Tell a trainer of the newest view, where the last life of its agent had not."""
+        view, path = agreement.committed, self.commits.get(slot, [])
+        behind = not path or path[-1].epoch < view.epoch
+        if slot in self.trainers and behind and agreement.worker(slot) in view:
+            assert agreement.last is not None
+            payload = json.loads(agreement.last.payload)
+            facts = {int(one): fact for one, fact in payload["facts"].items()}
+            missed = [one for one in agreement.history if path and one.epoch > path[-1].epoch]
+            self.enter(slot, agreement, view, missed, facts)
+
+    def begin(self, node: int, message: Welcome) -> None:
+        """Take part as the newcomer that was welcomed."""
+        del self.asking[node]
+        self.lives += 1
+        self.alive[node] = Agreement.of_newcomer(
+            message, node, timeouts=self.timeouts, life=self.lives
+        )
+        self.ends.pop(node, None)
+        self.doom.pop(node, None)
+        for slot in self.alive[node].seats:
+            self.seat(slot, node)
+        # Those that are gone by now it does not reach.
+        gone = set(self.alive[node].nodes.living()) - self.alive.keys() - self.asking.keys()
+        self.order += [(other, node) for other in sorted(gone)]
+        # What came to it meanwhile is read now.
+        self.order += [link for link, wire in self.wires.items() if link[1] == node for _ in wire]
+        self.settle(node)
+
+    def seat(self, slot: int, node: int) -> None:
+        """Begin to build the first trainer of a slot on a node."""
+        self.home[slot] = node
+        self.told[slot] = []
+        self.build(slot)
+        self.trainers.discard(slot)
+        self.new.add(slot)
+        self.joined.add(slot)
+
+    def give_up_asking(self) -> None:
+        """A newcomer whose leader is gone, and has not welcomed it, asks no more."""
+        for node, leader in list(self.asking.items()):
+            if leader not in self.alive and not self.wires.get((leader, node)):
+                self.say(f"node {node} gives up, it is not let in")
+                del self.asking[node]
+                self.order += [(node, other) for other in self.alive]
+
+    def lose_who_is_needed(self, node: int) -> None:
+        """Lose who is behind a broken link, where one of its ends leads."""
+        agreement = self.alive[node]
+        while not agreement.over:
+            leader = agreement.leader
+            gone = [far for near, far in sorted(self.broken) if near == node]
+            needed = gone if leader == node else sorted({leader}.intersection(gone))
+            if not needed:
+                return
+            for far in needed:
+                self.broken.discard((node, far))
+                agreement.lost(far, "its connection broke")
+
+    def settle(self, node: int) -> None:
+        """Carry out what an agent asks for, until it asks for nothing more."""
+        if node not in self.alive or node in self.settling:
             return  # whatever it has heard meanwhile comes after what it is about to say
-        self.settling.add(slot)
-        self.lose_who_is_needed(slot)
-        while slot in self.alive and (effects := self.vote(slot, Agreement.settle)):
+        self.settling.add(node)
+        self.lose_who_is_needed(node)
+        while node in self.alive and (effects := self.alive[node].settle(self.now_s)):
+            self.store(node)
+            agreement = self.alive[node]
             for effect in effects:
-                if slot in self.alive:
-                    self.carry_out(slot, effect)
-        self.settling.discard(slot)
+                if self.alive.get(node) is agreement:
+                    self.carry_out(node, effect)
+        if node in self.alive:
+            self.store(node)
+        self.settling.discard(node)
 
-    def vote(self, slot: int, act: Callable[..., T], *words: object) -> T:
-        """Settle or receive as this supervisor, with the memory of its node."""
-        agreement, node = self.alive[slot], self.nodes[slot]
-        message = words[1] if words else None
-        if not agreement.votes(message):  # type: ignore[arg-type]
-            known = agreement.memory
-            try:
-                return act(agreement, *words, self.now_s)
-            finally:
-                assert agreement.memory is known
-        agreement.recall(self.memories.get(node, NodeMemory()), self.now_s)
-        try:
-            return act(agreement, *words, self.now_s)
-        finally:
-            self.memories[node] = agreement.memory
+    def store(self, node: int) -> None:
+        """Keep what the next life of an agent begins with."""
+        self.records[node] = replace(self.alive[node].record())
 
-    def carry_out(self, slot: int, effect: Effect) -> None:
-        """Do what the agreement of a slot asks its supervisor to do."""
+    def carry_out(self, node: int, effect: Effect) -> None:
+        """Do what the agreement of a node asks its agent to do."""
         match effect:
             case Send():
-                self.send(slot, effect.to, effect.message)
+                self.send(node, effect.to, effect.message)
             case Ring():
-                self.ring(slot, effect)
+                self.ring(node, effect)
             case Dismiss():
-                self.say(f"{slot}: may leave")
-                self.left.add(slot)
-                self.trainers.discard(slot)
-                self.open.pop(slot, None)
+                self.say(f"{effect.slot}: may leave")
+                self.left.add(effect.slot)
+                self.trainers.discard(effect.slot)
+                self.open.pop(effect.slot, None)
             case Deliver():
-                view = effect.committed.proposal.view
-                skipped = [skipped.epoch for skipped in effect.skipped]
-                payload = json.loads(effect.committed.payload)
-                facts = {int(slot): one for slot, one in payload["facts"].items()}
-                holders = [record["owner"] for record in payload["inventory"]]
-                self.say(
-                    f"{slot}: commit view {view.epoch} ranks {list(view.ranks)} "
-                    f"facts of {sorted(facts)} inventory of {holders}"
-                    + (f" after {skipped}" if skipped else "")
-                )
-                self.boundary.pop(slot, None)
-                self.stopped.discard(slot)
-                newcomer = slot in self.outside
-                if newcomer and slot in self.joined:
-                    self.entered.add(slot)
-                self.outside.discard(slot)
-                told = self.alive[slot].history[1:] if newcomer else [*effect.skipped, view]
-                for known in told:
-                    assert self.decided.setdefault(known.epoch, known) == known
-                if newcomer:
-                    self.commits[slot] = self.all_decided(told, list(facts.values()))
-                else:
-                    self.commits[slot] = [*self.commits[slot], *told]
-                if newcomer and view.epoch > 1 and self.alive[slot].incarnation:
-                    old = [fact["step"] for fact in facts.values() if not fact["entering"]]
-                    # Those that it meets stand before one and the same step, or have begun it.
-                    assert len(set(old)) <= 1, facts
-                self.at[slot] = (
-                    (min(fact["step"] for fact in facts.values() if not fact["entering"]), False)
-                    if any(not fact["entering"] for fact in facts.values())
-                    else (0, False)
-                )
-            case Disconnect() if effect.kill and self.nodes[slot] == self.nodes[effect.slot]:
-                self.cut |= {(slot, effect.slot), (effect.slot, slot)}
-                if effect.slot in self.alive and effect.slot not in self.ends:
-                    self.bury(effect.slot)
-                    self.order += [(effect.slot, other) for other in self.alive]
+                self.deliver(node, effect)
+            case Seated():
+                self.seat(effect.worker.slot, node)
+            case Vacated():
+                self.say(f"{node}: gives slot {effect.slot} up")
+                self.open.pop(effect.slot, None)
             case Disconnect():
-                self.cut |= {(slot, effect.slot), (effect.slot, slot)}
-                if effect.slot in self.alive and effect.slot not in self.ends:
-                    self.alive[effect.slot].lost(slot, "its connection closed")
-                    self.settle(effect.slot)
+                self.cut |= {(node, effect.node), (effect.node, node)}
+                if effect.node in self.alive and effect.node not in self.ends:
+                    self.alive[effect.node].lost(node, "its connection closed")
+                    self.settle(effect.node)
             case Connect():
-                link = (effect.slot, slot)
-                self.unread.discard(link)
-                self.begin_or_give_up()
-                gone = effect.slot not in self.alive and effect.slot not in self.asking
-                self.order += [link] * (len(self.wires.get(link, ())) + gone)
+                pass  # links are there once somebody speaks
             case Fence():
-                self.say(f"{slot}: fence: {effect.evidence}")
+                self.say(f"{effect.slot}: fence: {effect.evidence}")
             case Over():
-                self.say(f"{slot}: over, exit code {effect.exit_code}: {effect.reason}")
-                self.ends[slot] = effect
+                self.say(f"{node}: over, exit code {effect.exit_code}: {effect.reason}")
+                self.ends[node] = effect
             case Note():
                 note = describe_note(effect)
                 if note is not None:
-                    self.say(f"{slot}: {note}")
+                    self.say(f"{node}: {note}")
+
+    def deliver(self, node: int, effect: Deliver) -> None:
+        """Tell the trainers of a node of a view."""
+        view = effect.committed.proposal.view
+        skipped = [skipped.epoch for skipped in effect.skipped]
+        payload = json.loads(effect.committed.payload)
+        facts = {int(slot): one for slot, one in payload["facts"].items()}
+        holders = [record["owner"] for record in payload["inventory"]]
+        self.say(
+            f"{node}: commit view {view.epoch} ranks {list(view.ranks)} "
+            f"facts of {sorted(facts)} inventory of {holders}"
+            + (f" after {skipped}" if skipped else "")
+        )
+        agreement = self.alive[node]
+        for slot in agreement.seats:
+            if agreement.worker(slot) in view:
+                self.enter(slot, agreement, view, [*effect.skipped, view], facts)
+
+    def enter(
+        self,
+        slot: int,
+        agreement: Agreement,
+        view: MembershipView,
+        told: list[MembershipView],
+        facts: dict[int, dict[str, int]],
+    ) -> None:
+        """Have a trainer take part in a view."""
+        self.boundary.pop(slot, None)
+        self.stopped.discard(slot)
+        self.open.pop(slot, None)
+        newcomer = slot in self.outside
+        if newcomer and slot in self.joined:
+            self.entered.add(slot)
+        self.outside.discard(slot)
+        told = agreement.history[1:] if newcomer else told
+        for known in told:
+            assert self.decided.setdefault(known.epoch, known) == known
+        if newcomer:
+            self.commits[slot] = self.all_decided(told, list(facts.values()))
+        else:
+            self.commits[slot] = [*self.commits[slot], *told]
+        if newcomer and view.epoch > 1 and agreement.seats[slot].incarnation:
+            old = [fact["step"] for fact in facts.values() if not fact["entering"]]
+            # Those that it meets stand before one and the same step, or have begun it.
+            assert len(set(old)) <= 1, facts
+        standing = [fact["step"] for fact in facts.values() if not fact["entering"]]
+        self.at[slot] = (min(standing, default=0), False)
 
     def all_decided(
         self, told: list[MembershipView], facts: list[dict[str, int]]
@@ -511,42 +614,54 @@ class Cluster:
         assert all(view in told for view in decided[-2:])  # by which it knows who came
         return decided
 
-    def ring(self, slot: int, effect: Ring) -> None:
-        """Interrupt the trainer of a slot, at once or at the boundary of a step."""
+    def ring(self, node: int, effect: Ring) -> None:
+        """Interrupt the trainers of a node, at once or at the boundary of a step."""
         where = ""
         if effect.boundary:
             where = " between steps"
             if effect.before_step is not None:
                 where += f", before step {effect.before_step}"
-        self.say(f"{slot}: ring {effect.ballot}{where}")
-        running = self.trainers - self.outside - set(self.open) - self.stopped
-        waits = effect.boundary and slot in running
-        step, begun = self.at[slot]
-        if waits and (effect.before_step is None or (step, begun) < (effect.before_step, True)):
-            self.boundary[slot] = effect.ballot, effect.before_step
-            if effect.before_step is None:
-                self.alive[slot].begun(effect.ballot, step if begun else step - 1)
-        else:
-            self.boundary.pop(slot, None)
-            self.open[slot] = effect.ballot
+        self.say(f"{node}: ring {effect.ballot}{where}")
+        agreement = self.alive[node]
+        for slot in list(agreement.seats):
+            if slot not in self.trainers:
+                self.boundary.pop(slot, None)
+                sealed = partial(self.inventory, agreement)
+                agreement.quiesced(slot, effect.ballot, None, sealed)
+                continue
+            running = self.trainers - self.outside - set(self.open) - self.stopped
+            step, begun = self.at[slot]
+            waits = effect.boundary and slot in running
+            if waits and (effect.before_step is None or (step, begun) < (effect.before_step, True)):
+                self.boundary[slot] = effect.ballot, effect.before_step
+                if effect.before_step is None:
+                    agreement.begun(slot, effect.ballot, step if begun else step - 1)
+            else:
+                self.boundary.pop(slot, None)
+                self.open[slot] = effect.ballot
 
-    def send(self, slot: int, to: int, message: Message) -> None:
+    # ---- the network --------------------------------------------------------------------------
+
+    def send(self, node: int, to: int, message: Message) -> None:
         """Put a message on its link, unless that is cut."""
         # Through the wire form and back, as between processes.
         message = from_json(Message, json.loads(json.dumps(message, default=to_json)))
-        if (to in self.alive or to in self.asking) and (slot, to) not in self.cut:
-            self.wires.setdefault((slot, to), deque()).append(message)
-            self.order.append((slot, to))
+        lost = {(node, to)} & (self.cut | self.stale)
+        if (to in self.alive or to in self.asking) and not lost:
+            self.wires.setdefault((node, to), deque()).append(message)
+            self.order.append((node, to))
         kind = type(message).__name__.lower()
-        if slot in self.doom and self.doom[slot][0] == kind:
-            left = self.doom[slot][1] - 1
-            self.doom[slot] = kind, left
-            if left == 0:
-                self.bury(slot)
+        if node in self.doom and self.doom[node][0] == kind:
+            left = self.doom[node][1] - 1
+            self.doom[node] = kind, left, self.doom[node][2]
+            if left == 0 and self.doom[node][2]:
+                self.restart(node)
+            elif left == 0:
+                self.bury(node)
                 for other in list(self.alive):
                     # After what it has sent already: the end of a connection comes last.
-                    self.wires.setdefault((slot, other), deque())
-                    self.order.append((slot, other))
+                    self.wires.setdefault((node, other), deque())
+                    self.order.append((node, other))
 
     def run(self, dice: random.Random | None = None, *, most: int = 100_000) -> None:
         """Deliver until nothing is under way; `dice` picks the link, else first come first.
@@ -558,22 +673,33 @@ class Cluster:
             if dice is not None:
                 self.order.rotate(-dice.randrange(len(self.order)))
             sender, to = self.order.popleft()
-            wire = self.wires.get((sender, to))
-            if to in self.asking and wire and isinstance(welcome := wire[0], Welcome):
-                wire.popleft()
-                self.say(f"{sender} -> {to}: {describe(welcome)}")
-                self.welcomes[to] = welcome
-            self.begin_or_give_up()
-            if to not in self.alive or {(sender, to)} & (self.cut | self.unread):
-                continue
-            if wire:
-                message = wire.popleft()
+            self.deliver_next(sender, to)
+
+    def deliver_next(self, sender: int, to: int) -> None:
+        """Deliver what comes next on a link, or the end of its sender."""
+        wire = self.wires.get((sender, to))
+        if to in self.asking and wire and isinstance(welcome := wire[0], Welcome):
+            wire.popleft()
+            self.say(f"{sender} -> {to}: {describe(welcome)}")
+            self.begin(to, welcome)
+            return
+        self.give_up_asking()
+        if to not in self.alive or (sender, to) in self.cut | self.held:
+            return
+        if wire:
+            message = wire.popleft()
+            if message == NEW_LINK:
+                self.stale.discard((to, sender))
+                self.alive[to].linked(
+                    sender, self.alive[sender].committed.epoch if sender in self.alive else 0
+                )
+            else:
                 if not isinstance(message, Stop):
                     self.say(f"{sender} -> {to}: {describe(message)}")
-                self.vote(to, Agreement.receive, sender, message)
-            elif sender not in self.alive and sender not in self.asking:
-                self.alive[to].lost(sender, "its connection closed")
-            self.settle(to)
+                self.alive[to].receive(sender, message, self.now_s)
+        elif sender not in self.alive and sender not in self.asking:
+            self.alive[to].lost(sender, "its connection closed")
+        self.settle(to)
 
     def say(self, line: str) -> None:
         """Write down what happened."""

@@ -1,4 +1,4 @@
-"""Writes messages between supervisors as the lines of a golden script."""
+"""Writes messages between agents as the lines of a golden script."""
 
 from elaswave_plugin.core.agreement.effects import Note
 from elaswave_plugin.core.agreement.messages import (
@@ -34,7 +34,8 @@ def describe(message: Message) -> str:
         case Propose():
             return f"propose {message.proposal}"
         case Quiesced():
-            return f"quiesced {message.ballot}" + (" without trainer" if not message.facts else "")
+            without = [slot for slot, one in message.answers.items() if one.facts is None]
+            return f"quiesced {message.ballot}" + (f" without {without}" if without else "")
         case Committed():
             return f"committed {message.proposal.ballot}"
         case Refuse():
@@ -42,7 +43,7 @@ def describe(message: Message) -> str:
         case Report():
             return f"report {message.failure}"
         case Begun():
-            return f"begun {message.step}, {message.ballot}"
+            return f"{'before' if message.stands else 'begun'} {message.step}, {message.ballot}"
         case StopBefore():
             return f"stop before step {message.step}, {message.ballot}"
         case Ready():
@@ -50,15 +51,17 @@ def describe(message: Message) -> str:
         case Starts():
             return f"starts {message.worker}"
         case Admit():
-            return f"admit {message.worker} on node {message.node}, {message.ballot}"
+            workers = ", ".join(map(str, message.workers))
+            return f"admit {workers} on node {message.node}, {message.ballot}"
         case Welcome():
             epochs = [view.epoch for view in message.history]
             lost = f" lost={sorted(message.lost)}" if message.lost else ""
-            return f"welcome {message.worker}, {message.ballot}{lost}, after {epochs}"
+            workers = f" {', '.join(map(str, message.workers))}" if message.workers else ""
+            return f"welcome{workers}, {message.ballot}{lost}, after {epochs}"
         case Accuse():
-            return f"accuse {message.slot}: {message.evidence}"
+            return f"accuse {message.node}: {message.evidence}"
         case Done():
-            return f"done, exit code {message.exit_code}"
+            return f"done {message.slot}, exit code {message.exit_code}"
         case _:
             return type(message).__name__.lower()
 

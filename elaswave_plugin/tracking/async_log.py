@@ -15,7 +15,7 @@ _FLUSH_S = 5.0
 class AsyncLog(EventLog):
     """The same, in the same order, written by a thread of its own that starts with the first line.
 
-    A supervisor that stood still with a file server would be taken for lost. Lines beyond a bound
+    An agent that stood still with a file server would be taken for lost. Lines beyond a bound
     are dropped, and those that are not out within some seconds of `close`.
     """
 

@@ -1,7 +1,6 @@
 """The end of a trainer that cannot go on: one sentence, said once for the whole job."""
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -19,9 +18,9 @@ from elaswave_plugin.errors import (
     TooLittleMemoryError,
     WeightsDifferError,
 )
-from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION, SLOT
+from elaswave_plugin.ipc.environment import AGENT, INCARNATION, SLOT
 from elaswave_plugin.ipc.frames import Abandon
-from elaswave_plugin.trainer.control_link import ControlLink
+from elaswave_plugin.trainer.agent_contact import AgentContact
 
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1
@@ -71,22 +70,16 @@ def explained(error: BaseException) -> ConfigurationError | None:
     return _EXPLAIN.get()(error)
 
 
-def _unheard(what: object) -> None:
-    """Nothing is awaited: this process ends."""
-
-
 def end_in_a_sentence(error: ElasWaveError) -> NoReturn:
     """End this process, or the job, as ``ends_in_a_sentence`` does."""
     code = EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILURE
     if isinstance(error, JobStopped):
         code = error.exit_code
-    if CONTROL_FD not in os.environ or not isinstance(error, (*_OF_THE_JOB, JobStopped)):
+    if AGENT not in os.environ or not isinstance(error, (*_OF_THE_JOB, JobStopped)):
         print(f"elaswave: {error}", file=sys.stderr)
     elif isinstance(error, _OF_THE_JOB) and os.environ[INCARNATION] != "0":
         print(f"elaswave: worker {os.environ[SLOT]}, started again: {error}", file=sys.stderr)
     elif isinstance(error, _OF_THE_JOB):
-        # A copy of the descriptor: the worker's own member may hold the original.
-        with socket.socket(fileno=os.dup(int(os.environ[CONTROL_FD]))) as sock:
-            link = ControlLink(sock, slot=int(os.environ[SLOT]), on_frame=_unheard, on_end=_unheard)
-            link.send(Abandon(reason=str(error), exit_code=code))
+        contact = AgentContact.from_environment(os.environ)
+        contact.say(Abandon(reason=str(error), exit_code=code))
     raise SystemExit(code) from error

@@ -1,10 +1,9 @@
-"""A trainer's membership in the job, as its supervisor tells it (standard library only)."""
+"""A trainer's membership in the job, as its node's agent tells it (standard library only)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,7 +19,7 @@ from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.worker_facts import Payload, WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.ipc.environment import (
-    CONTROL_FD,
+    AGENT,
     HOST,
     INCARNATION,
     LOOPBACK,
@@ -31,8 +30,9 @@ from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.title import set_title
-from elaswave_plugin.ipc.wire import Frame, receive_frame
-from elaswave_plugin.trainer.control_link import ControlLink
+from elaswave_plugin.ipc.wire import Frame
+from elaswave_plugin.trainer.agent_contact import AgentContact
+from elaswave_plugin.trainer.control_link import ControlLink, Dial
 from elaswave_plugin.trainer.lease import await_lease, guard_continuing
 from elaswave_plugin.trainer.signals import outlive_shared_signals
 
@@ -40,10 +40,8 @@ from elaswave_plugin.trainer.signals import outlive_shared_signals
 PLANNED_ARRIVAL_S = 60.0
 # So often within the time to answer does a worker in an announced phase say that it lives.
 _SIGNS_OF_LIFE = 4
-# Beyond the announced phase and the time to answer: finding lost supervisors, a new leader.
+# Beyond the announced phase and the time to answer: finding lost nodes, a new leader.
 _COMMIT_SLACK_S = 60.0
-# The supervisor has sent it before it started this process.
-_SECRET_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ class Member:
     def __init__(
         self,
         *,
-        sock: socket.socket,
+        dial: Dial,
         slot: int,
         incarnation: int,
         snapshot_fds: tuple[int, int],
@@ -74,7 +72,7 @@ class Member:
         host: str = LOOPBACK,
         progress_fd: int | None = None,
     ) -> None:
-        """`host` is the address of this node at which the other workers reach it."""
+        """`dial(epoch)` opens the control link; `host` is where other workers reach this node."""
         self.slot = slot
         self.incarnation = incarnation
         self.snapshot_fds = snapshot_fds
@@ -82,7 +80,6 @@ class Member:
         self.host = host
         self.progress_page = ProgressPage(progress_fd)
         self.progress_page.begin(incarnation)
-        self._link = ControlLink(sock, slot=slot, on_frame=self._on_frame, on_end=self._ended)
         self._on_propose: Callable[[int, str], None] = _ignore
         self._changed = threading.Condition()
         self._proposed_epoch = 0
@@ -107,22 +104,29 @@ class Member:
         self._missing: dict[tuple[int, int], set[int]] = {}
         # When bytes of a copy last moved, by who is to hold it.
         self._moving_s: dict[int, float] = {}
+        self._told_epoch = 0
+        self._link = ControlLink(
+            dial,
+            slot=slot,
+            epoch=lambda: self._told_epoch,
+            on_frame=self._on_frame,
+            on_end=self._ended,
+        )
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Member:
-        """The member that the supervisor described; raises ConfigurationError without one."""
-        if CONTROL_FD not in env:
+        """The member that the agent described; raises ConfigurationError without one."""
+        if AGENT not in env:
             raise ConfigurationError(
-                f"{CONTROL_FD} is not set: this process has no elaswave supervisor; start the "
-                "script with `elaswave run` or `torchrun ... -m elaswave_plugin.run`"
+                f"{AGENT} is not set: this process has no elaswave agent; start the script with"
+                " `elaswave run` or `torchrun ... -m elaswave_plugin.run`"
             )
         first, second = env[SNAPSHOT_FDS].split(",")
         set_title(f"worker {env[SLOT]}")
-        sock = socket.socket(fileno=int(env[CONTROL_FD]))
-        secret = receive_frame(sock, _SECRET_S)["secret"]
+        contact = AgentContact.from_environment(env)
         return cls(
-            sock=sock,
-            secret=Secret(secret.encode()),
+            dial=contact.dial,
+            secret=contact.secret,
             slot=int(env[SLOT]),
             incarnation=int(env[INCARNATION]),
             snapshot_fds=(int(first), int(second)),
@@ -164,7 +168,7 @@ class Member:
             return self._take_commit()
 
     def remember(self, what: JobConstants) -> None:
-        """Have the supervisor keep this for a trainer that replaces this one."""
+        """Have the agent keep this for a trainer that replaces this one."""
         self._link.send(said.SetConstants(what=what))
 
     def saves_last(self) -> None:
@@ -291,7 +295,7 @@ class Member:
                 self._wait(moved_s[late] + timeout_s, f"{what}; raise it, or lower snapshot_copies")
 
     def wait_started(self, timeout_s: float) -> None:
-        """Wait until the own supervisor knows that every worker has sealed its first snapshot.
+        """Wait until the own agent knows that every worker has sealed its first snapshot.
 
         A loss before that ends the job. Raises EpochChanged meanwhile, AgreementError when late.
         """
@@ -338,7 +342,7 @@ class Member:
 
     def replan(self, reason: str) -> None:
         """Ask for a view of the same members between two steps: facts name what it is for."""
-        self._link.send(said.Replan(reason=reason))
+        self._link.send(said.Replan(epoch=self._returned_epoch, reason=reason))
 
     def severed(self, epoch: int, evidence: str) -> None:
         """A link to another worker broke in this epoch while it was needed."""
@@ -374,7 +378,7 @@ class Member:
             raise AgreementError(f"worker {self.slot} did not get {what}")
 
     def _stopped(self) -> JobStopped:
-        reason = self._stop_reason or "the supervisor is gone"
+        reason = self._stop_reason or "the agent is gone"
         return JobStopped(reason, exit_code=self._stop_code)
 
     def _ended(self, why: str) -> None:
@@ -392,7 +396,7 @@ class Member:
             raise AgreementError(f"worker {self.slot} did not get {what}")
 
     def _sign_of_life_s(self) -> float | None:
-        """Return how long the supervisor may hear nothing of this worker; None: for ever."""
+        """Return how long the agent may hear nothing of this worker; None: for ever."""
         return self._answer_within_s / _SIGNS_OF_LIFE if self._awaited() else None
 
     def _awaited(self) -> bool:
@@ -405,17 +409,17 @@ class Member:
         if phase is None or not self._awaited():
             return
         if time.monotonic() < self._proposed_at_s + ANNOUNCED_LIMIT_S:
-            # Where the supervisor is gone, the listening side says so.
+            # Where the agent is gone, the listening side says so.
             with contextlib.suppress(JobStopped):
                 self.progress(phase)
 
     def _on_frame(self, frame: Frame) -> None:
         try:
-            self._take(from_json(said.FromSupervisor, frame))
+            self._take(from_json(said.FromAgent, frame))
         except UnreadableMessageError as error:
-            self._ended(f"the supervisor of worker {self.slot} {error}")
+            self._ended(f"the agent of worker {self.slot} {error}")
 
-    def _take(self, message: said.FromSupervisor) -> None:
+    def _take(self, message: said.FromAgent) -> None:
         match message:
             case said.Propose():
                 if not self._can_wait(message):
@@ -438,11 +442,13 @@ class Member:
         self._proposed_epoch = proposal.epoch
         self._on_propose(proposal.epoch, proposal.reason)
 
-    def _note(self, message: said.FromSupervisor) -> None:
+    def _note(self, message: said.FromAgent) -> None:
         """Keep what a thread waits for; the condition is held."""
         match message:
             case said.NewView():
-                self._commits.append(_read_commit(message))
+                if message.view.epoch > self._told_epoch:
+                    self._commits.append(_read_commit(message))
+                    self._told_epoch = message.view.epoch
             case said.Started():
                 self._started = True
             case said.Copied():
@@ -477,7 +483,7 @@ class Member:
             step = self._begun_step
             step = max(step, min((one for one in self._arrivals if one > step), default=0) - 1)
         if before_step is None:
-            # Where the supervisor is gone, the listening side says so.
+            # Where the agent is gone, the listening side says so.
             with contextlib.suppress(JobStopped):
                 self._link.send(said.Begun(epoch=epoch, step=step))
         return True

@@ -1,4 +1,4 @@
-"""Runs a trainer's script as the interpreter would, and tells the supervisor what ended it.
+"""Runs a trainer's script as the interpreter would, and tells the agent what ended it.
 
     python -u -m elaswave_plugin.trainer.script_run [-m] SCRIPT ARGUMENTS
 
@@ -14,7 +14,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,10 @@ from types import ModuleType, TracebackType
 
 from elaswave_plugin.core.agreement.messages import Raised
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.environment import CONTROL_FD
+from elaswave_plugin.ipc.environment import AGENT
 from elaswave_plugin.ipc.stack_line import offer_stack
-from elaswave_plugin.ipc.wire import encode
 from elaswave_plugin.rehearsed import REHEARSAL
+from elaswave_plugin.trainer.agent_contact import AgentContact
 from elaswave_plugin.trainer.fatal import end_in_a_sentence, explained
 from elaswave_plugin.trainer.few_warnings import show_few_warnings
 
@@ -39,39 +38,28 @@ _OWN_FILES = (__file__, "<frozen runpy>")
 
 
 class Reporter:
-    """Tells this process's supervisor of the exception that ends its script."""
+    """Tells this process's agent of the exception that ends its script."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._fd = int(environ[CONTROL_FD])
-        self._inode = os.fstat(self._fd).st_ino
-        self._pid = os.getpid()
+        # None where nobody has started this process for a job.
+        self._agent = AgentContact.from_environment(environ) if AGENT in environ else None
 
     def tell(self, error: BaseException, *, ours: Sequence[str] = ()) -> None:
-        """Tell the supervisor, or print it where none listens; without frames of `ours`."""
+        """Tell the agent, or print it where none listens; without frames of `ours`."""
         trace = _without(error.__traceback__, (*_OWN_FILES, *ours))
         text = _shown(error, trace)
         if not self._send(error, trace, text):
             sys.stderr.write(text)
 
     def _send(self, error: BaseException, trace: TracebackType | None, text: str) -> bool:
-        """Tell the supervisor, and return whether it was told; a child of the trainer has none."""
-        if os.getpid() != self._pid:
-            return False
+        """Tell the agent, and return whether it was told; a child of the trainer tells nothing."""
         raised = Raised(
             error=type(error).__name__,
             message=_message(error),
             where=_place(error, trace),
             traceback=_cut(text),
         )
-        try:
-            # The script's own membership may have closed it, and another file have its number.
-            if os.fstat(self._fd).st_ino != self._inode:
-                return False
-            with socket.socket(fileno=os.dup(self._fd)) as sock:
-                sock.sendall(encode(raised))
-        except OSError:
-            return False
-        return True
+        return self._agent is not None and self._agent.say(raised)
 
 
 def run(script: str, args: Sequence[str], *, module: bool, first_path: str | None = None) -> None:

@@ -1,9 +1,10 @@
-"""A process that has imported the frameworks and forks trainers for supervisors.
+"""A process that has imported the frameworks and forks trainers for guardians.
 
     python -m elaswave_plugin.trainer.zygote --socket PATH --preload torch,megatron.core
 
 It has no threads. The socket appears (by rename) only once the imports are done. A trainer is
-killed when the connection of its supervisor closes, and dies with the zygote.
+killed when the connection of its guardian closes, and dies with the zygote; those of a zygote that
+a guardian has started are the guardian's own children, and go on without it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import os
 import selectors
 import signal
 import socket
+import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elaswave_plugin.errors import EXIT_CONFIGURATION
-from elaswave_plugin.ipc.environment import CONTROL_FD, SNAPSHOT_FDS
+from elaswave_plugin.ipc.environment import JOB_SECRET_FD, SNAPSHOT_FDS
 from elaswave_plugin.ipc.handshake import is_same_user
 from elaswave_plugin.ipc.process_tree import die_with_parent, exit_at_once, lead_group
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
@@ -46,7 +49,7 @@ _OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(slots=True)
-class _Supervisor:
+class _Guardian:
     sock: socket.socket
     buffer: FrameBuffer = field(default_factory=FrameBuffer)
     fds: list[int] = field(default_factory=list)
@@ -62,13 +65,18 @@ class Zygote:
         connections: Sequence[socket.socket],
         *,
         refusal: str | None = None,
+        guardian_pid: int = 0,
     ) -> None:
-        """`refusal`: why it cannot fork trainers, which is its answer to every request then."""
+        """`refusal`: why it cannot fork trainers, which is its answer to every request then.
+
+        `guardian_pid`: the parent, which is to be that of the trainers too.
+        """
         self._refusal = refusal
+        self._guardian_pid = guardian_pid
         self._pid = os.getpid()
         self._selector = selectors.DefaultSelector()
         self._listener = listener
-        self._supervisors: list[_Supervisor] = []
+        self._guardians: list[_Guardian] = []
         self._wake_read, self._wake_write = socket.socketpair()
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
@@ -88,13 +96,13 @@ class Zygote:
         for number in _OWN_SIGNALS:
             signal.signal(number, _only_wake)
         told = False
-        while not told or any(supervisor.children for supervisor in self._supervisors):
+        while not told or any(guardian.children for guardian in self._guardians):
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake_read:
                     told = bool(self._wake_read.recv(4096))
                 elif key.fileobj is self._listener:
                     self._accept()
-                elif isinstance(key.data, _Supervisor):
+                elif isinstance(key.data, _Guardian):
                     request = self._read(key.data)
                     if request is not None:
                         return request
@@ -112,36 +120,85 @@ class Zygote:
             sock.close()
 
     def _add(self, sock: socket.socket) -> None:
-        supervisor = _Supervisor(sock)
-        self._supervisors.append(supervisor)
-        self._selector.register(sock, selectors.EVENT_READ, supervisor)
+        guardian = _Guardian(sock)
+        self._guardians.append(guardian)
+        self._selector.register(sock, selectors.EVENT_READ, guardian)
 
-    def _read(self, supervisor: _Supervisor) -> Frame | None:
+    def _read(self, guardian: _Guardian) -> Frame | None:
         try:
-            data, fds, _, _ = socket.recv_fds(supervisor.sock, 1 << 16, _FDS_A_REQUEST)
+            data, fds, _, _ = socket.recv_fds(guardian.sock, 1 << 16, _FDS_A_REQUEST)
         except ConnectionError:
             data, fds = b"", []
-        supervisor.fds += fds
+        guardian.fds += fds
         if not data:
-            self._forget(supervisor)
+            self._forget(guardian)
             return None
-        for request in supervisor.buffer.feed(data):
-            given, supervisor.fds = supervisor.fds[:_FDS_A_REQUEST], supervisor.fds[_FDS_A_REQUEST:]
+        for request in guardian.buffer.feed(data):
+            given, guardian.fds = guardian.fds[:_FDS_A_REQUEST], guardian.fds[_FDS_A_REQUEST:]
             if self._refusal is not None:
-                _refuse(supervisor, self._refusal, EXIT_CONFIGURATION)
+                _refuse(guardian, self._refusal, EXIT_CONFIGURATION)
                 _close_all(given)
-            elif self._fork(supervisor, given):
+            elif (self._hand_over if self._guardian_pid else self._fork)(guardian, given):
                 return {**request, "given": given}
         return None
 
-    def _fork(self, supervisor: _Supervisor, given: list[int]) -> bool:
+    def _hand_over(self, guardian: _Guardian, given: list[int]) -> bool:
+        """Fork a trainer that becomes the guardian's child; true in it.
+
+        The process between the two ends at once, and the kernel gives its child to the guardian.
+        """
+        ours, theirs = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
+        try:
+            between = os.fork()
+        except OSError:
+            between = -1
+        if between == 0:
+            try:
+                pid = os.fork()
+            except OSError:
+                os._exit(1)
+            if pid:
+                os.write(theirs, struct.pack("q", pid))
+                os._exit(0)
+            os.close(ours)
+            os.close(theirs)
+            while os.getppid() != self._guardian_pid:
+                if os.getppid() == 1:  # the guardian is gone
+                    os._exit(128 + signal.SIGKILL)
+                time.sleep(0.001)
+            die_with_parent(self._guardian_pid)
+            lead_group()
+            self._close()
+            for number in _OWN_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
+        if between == 0:
+            return True
+        os.close(theirs)
+        _close_all(given)
+        told = os.read(ours, 8)
+        os.close(ours)
+        if between > 0:
+            os.waitpid(between, 0)
+        if not told:
+            _refuse(guardian, "fork failed: there is no room for another process", 1)
+            return False
+        (pid,) = struct.unpack("q", told)
+        with contextlib.suppress(OSError):  # it has ended, and its parent reaped it
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(guardian.sock, [encode({"pid": pid})], [pidfd])
+            os.close(pidfd)
+        return False
+
+    def _fork(self, guardian: _Guardian, given: list[int]) -> bool:
         """Fork; true in the child."""
         # A signal for the child that comes at once must not ring our bell, which it inherits.
         signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
         try:
             pid = os.fork()
         except OSError as error:
-            _refuse(supervisor, f"fork failed: {error}", 1)
+            _refuse(guardian, f"fork failed: {error}", 1)
             pid = -1
         if pid == 0:
             die_with_parent(self._pid)
@@ -155,31 +212,31 @@ class Zygote:
         _close_all(given)
         if pid > 0:
             pidfd = os.pidfd_open(pid)
-            supervisor.children[pid] = pidfd
-            self._selector.register(pidfd, selectors.EVENT_READ, (supervisor, pid))
+            guardian.children[pid] = pidfd
+            self._selector.register(pidfd, selectors.EVENT_READ, (guardian, pid))
             try:
-                socket.send_fds(supervisor.sock, [encode({"pid": pid})], [pidfd])
+                socket.send_fds(guardian.sock, [encode({"pid": pid})], [pidfd])
             except ConnectionError:
-                self._forget(supervisor)
+                self._forget(guardian)
         return False
 
-    def _reap(self, supervisor: _Supervisor, pid: int, *, pidfd: int) -> None:
+    def _reap(self, guardian: _Guardian, pid: int, *, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        del supervisor.children[pid]
+        del guardian.children[pid]
         status = os.waitpid(pid, 0)[1]
-        # Where its supervisor is gone too, the reading side cleans up.
+        # Where its guardian is gone too, the reading side cleans up.
         with contextlib.suppress(OSError):
-            supervisor.sock.sendall(encode({"pid_ended": pid, "status": status}))
+            guardian.sock.sendall(encode({"pid_ended": pid, "status": status}))
 
-    def _forget(self, supervisor: _Supervisor) -> None:
-        """The supervisor is gone: its trainers go too, and are reaped as they end."""
-        self._selector.unregister(supervisor.sock)
-        supervisor.sock.close()
-        self._supervisors.remove(supervisor)
-        for pidfd in supervisor.children.values():
+    def _forget(self, guardian: _Guardian) -> None:
+        """The guardian is gone: its trainers go too, and are reaped as they end."""
+        self._selector.unregister(guardian.sock)
+        guardian.sock.close()
+        self._guardians.remove(guardian)
+        for pidfd in guardian.children.values():
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        _close_all(supervisor.fds)
+        _close_all(guardian.fds)
 
     def _close(self) -> None:
         """Close everything of the zygote's own (in a child: nothing of it stays open)."""
@@ -187,18 +244,18 @@ class Zygote:
         pidfds = [key.fd for key in self._selector.get_map().values() if type(key.data) is tuple]
         self._selector.close()
         _close_all(pidfds)
-        for supervisor in self._supervisors:
-            supervisor.sock.close()
-            _close_all(supervisor.fds)
+        for guardian in self._guardians:
+            guardian.sock.close()
+            _close_all(guardian.fds)
         for sock in (self._listener, self._wake_read, self._wake_write):
             if sock is not None:
                 sock.close()
 
 
-def _refuse(supervisor: _Supervisor, why: str, exit_code: int) -> None:
+def _refuse(guardian: _Guardian, why: str, exit_code: int) -> None:
     # Where it is gone, the reading side cleans up.
     with contextlib.suppress(OSError):
-        supervisor.sock.sendall(encode({"error": why, "exit_code": exit_code}))
+        guardian.sock.sendall(encode({"error": why, "exit_code": exit_code}))
 
 
 def _close_all(fds: Sequence[int]) -> None:
@@ -208,7 +265,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 def become_trainer(request: Frame) -> None:
     """Make this forked process look like the one of `python -u script args` (or -m)."""
-    stdin, stdout, stderr, control, progress, *snapshots = request["given"]
+    stdin, stdout, stderr, secret, progress, *snapshots = request["given"]
     for target, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(fd, target)
         os.close(fd)
@@ -220,11 +277,11 @@ def become_trainer(request: Frame) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    os.environ[CONTROL_FD] = str(control)
+    os.environ[JOB_SECRET_FD] = str(secret)
     os.environ[PROGRESS_FD] = str(progress)
     os.environ[SNAPSHOT_FDS] = ",".join(map(str, snapshots))
     _set_path(request)
-    if "torch" in sys.modules:  # which looks for us at its import, and knew of no supervisor then
+    if "torch" in sys.modules:  # which looks for us at its import, and knew of no guardian then
         importlib.import_module("elaswave_plugin.loops.unjoined").watch()
 
 
@@ -267,7 +324,8 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()
     listener = _listen(options.socket) if options.socket else None
     inherited = [socket.socket(fileno=fd) for fd in connections]
-    request = Zygote(listener, inherited, refusal=refusal).serve()
+    zygote = Zygote(listener, inherited, refusal=refusal, guardian_pid=options.parent or 0)
+    request = zygote.serve()
     if request is None:
         if options.socket:
             os.unlink(options.socket)

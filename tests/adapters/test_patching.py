@@ -11,7 +11,7 @@ import pytest
 from elaswave_plugin.adapters import megatron
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet, installed_version
 from elaswave_plugin.errors import PatchMismatchError
-from elaswave_plugin.ipc.environment import CONTROL_FD
+from elaswave_plugin.ipc.environment import AGENT
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_the_others_are_waited_for(
 
     monkeypatch.setattr(PatchSet, "check", mismatch)
     monkeypatch.setattr(megatron, "ElasticJob", lambda *_, **__: pytest.fail("it has joined"))
-    monkeypatch.delenv(CONTROL_FD, raising=False)
+    monkeypatch.delenv(AGENT, raising=False)
     parser = megatron.add_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--elaswave"])
     vars(args).update(global_batch_size=8, micro_batch_size=1, seed=1)

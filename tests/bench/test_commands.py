@@ -43,7 +43,7 @@ def test_a_run_passes_only_if_nothing_was_lost(change: dict[str, Any]) -> None:
 def test_overhead_compares_medians_and_the_cpu_time_of_both_processes() -> None:
     cpu = {
         "trainer": OnOff(on=(0.4, 0.6), off=(0.4, 0.4)),
-        "supervisor": OnOff(on=(0.1, 0.1), off=(0.0, 0.0)),
+        "agent": OnOff(on=(0.1, 0.1), off=(0.0, 0.0)),
     }
     found = comparison(OnOff(on=(1.0, 1.1, 9.0), off=(1.0, 1.0, 1.0)), cpu)
     assert found["ratio_of_medians"] == pytest.approx(1.1)

@@ -146,10 +146,10 @@ class _Draw:
     def scenario(self) -> Scenario:
         wanted = self._dice.randint(3, 8)
         ruined = self._dice.random() < 0.15
-        while len(self._events) < wanted and self._step < STEPS - 10:
+        while len(self._events) < wanted and self._step < STEPS - 12:
             self._add(self._dice.choice([*self._possible()]))
             self._step += self._dice.randint(2, 5)
-        if ruined and self._width() - self._away >= 3:
+        if ruined and self._nodes > 1 and self._width() - self._away >= 3:
             self._event("ruin", phase=self._phase())
         elif self._returns:
             self._event("whole")
@@ -174,13 +174,15 @@ class _Draw:
         """Kinds of what may come next; which of them come often is in how often they are named."""
         left = self._width() - self._away - self._kind.floor
         per_node = self._width() // self._nodes
-        yield from ("sever", "slow")
+        yield from ("sever", "slow", "agent", "agent")
         if self._returns:
             yield "whole"
         if left >= 1:
             yield from ("kill", "kill", "kill", "hang", "flip and kill")
             if self._may_lose_for_good(per_node):
-                yield from ("supervisor", "supervisor", "drain")
+                yield "drain"
+        if left >= per_node and self._nodes > 1 and self._may_lose_for_good(per_node):
+            yield from ("node", "node")
         if left >= 1 and self._returns:
             yield from ("kill and kill on entry", "kill and kill on entry")
         if left >= 2:
@@ -220,7 +222,7 @@ class _Draw:
             case "whole":
                 self._event("whole")
                 self._away = self._gone
-            case "sever" | "slow" | "kill" | "supervisor":
+            case "sever" | "slow" | "kill" | "agent" | "node":
                 self._event(what, phase=self._phase())
             case "hang":
                 phase = self._phase()
@@ -249,10 +251,14 @@ class _Draw:
                 self._event(how, phase=phase, after=first, on_entry=True)
                 self._step += 1
                 self._event("whole")
-        if what == "supervisor" and self._standbys:
-            self._standbys -= 1
-            self._away += 1
-        elif what in ("supervisor", "drain"):
+        per_node = self._width() // self._nodes
+        if what == "node":
+            self._standbys -= self._standbys > 0
+            back = min(per_node, self._standbys)
+            self._standbys -= back
+            self._gone += per_node - back
+            self._away += per_node
+        elif what == "drain":
             self._gone += 1
             self._away += 1
         elif "kill" in what or what == "hang":

@@ -36,7 +36,7 @@ ARM = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.chaos.strikes import Striker
-Striker({events}, standbys={standbys}, joiners={joiners}).arm()
+Striker({events}, standbys={standbys}, joiners={joiners}, per_node={per_node}).arm()
 """
 
 
@@ -106,6 +106,7 @@ def _armed(scenario: Scenario) -> str:
         events=scenario.for_workers(),
         standbys=standbys,
         joiners=scenario.grows_by,
+        per_node=scenario.spec.nproc // scenario.spec.nodes,
     )
 
 
@@ -134,7 +135,7 @@ def _attend(
 
 
 def _answering(addresses: Sequence[str]) -> str:
-    """Return the first address where a supervisor still is, as a user would look for one."""
+    """Return the first address where an agent still is, as a user would look for one."""
     for address in addresses:
         host, _, port = address.rpartition(":")
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):

@@ -28,25 +28,19 @@ WAIT_S = 60.0
 # So long a step is held for one who joins: changes of the view, and who leaves, await its end.
 LET_IN_S = 1.0
 _JOINER = "a joiner"
-DEADLY = ("kill", "supervisor", "stop", "loop", "gil")
+DEADLY = ("kill", "node", "stop", "loop", "gil")
+# What a worker does that goes on itself.
+HARMLESS = ("agent", "sever", "slow")
 SLOW_STEPS, SLOW_S = 8, 0.01
-
-
-def _is_supervisor(pid: int) -> bool:
-    """Return whether this process lives, and is a supervisor still."""
-    try:
-        return b"elaswave supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 class Striker:
     """The events of a job, and the worker in whose process this is."""
 
-    def __init__(self, events: list[Record], *, standbys: int, joiners: int) -> None:
-        """``standbys``: supervisors without a worker; ``joiners``: so many come where it grows."""
+    def __init__(self, events: list[Record], *, standbys: int, joiners: int, per_node: int) -> None:
+        """``standbys``: idle places, one a node; ``joiners``: so many come where it grows."""
         self._events = events
-        self._standbys, self._joiners = standbys, joiners
+        self._standbys, self._joiners, self._per_node = standbys, joiners, per_node
         self._worker: Worker | None = None
         self._slow_until = 0
 
@@ -151,7 +145,7 @@ class Striker:
         if phase == "forward":
             self._dawdle()
         enters = self.worker.detached or self.worker._entering
-        for event in self._due((*DEADLY, "ruin", "sever", "slow")):
+        for event in self._due((*DEADLY, *HARMLESS, "ruin")):
             if event["phase"] != phase or event["on_entry"] != enters:
                 continue
             if not self._is_picked(event):
@@ -169,21 +163,33 @@ class Striker:
         if how == "slow":
             self._slow_until = self.worker.phases.step + SLOW_STEPS
         elif how == "ruin":
-            # One whose worker is lost holds copies all the same.
-            slots = {e["slot"] for e in self._log() if e["kind"] == "worker_started"}
-            for pid in {self._supervisor_of(slot) for slot in slots - {self.worker.slot}}:
-                if _is_supervisor(pid):
-                    os.kill(pid, signal.SIGKILL)
-        elif how == "supervisor":
-            os.kill(self._supervisor_of(self.worker.slot), signal.SIGKILL)
-            strike("kill")
+            own = self._node()
+            for node, pid in self._guardians().items():
+                # One whose workers are lost holds copies all the same.
+                if node != own:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        elif how == "node":
+            os.kill(self._guardians()[self._node()], signal.SIGKILL)
+            signal.pause()
+        elif how == "agent":
+            own = self._node()
+            agents = [e for e in self._log() if e["kind"] == "agent_started" and e["node"] == own]
+            os.kill(agents[-1]["pid"], signal.SIGKILL)
         else:
             strike(how)
 
-    def _supervisor_of(self, slot: int) -> int:
-        started = [e for e in self._log() if e["kind"] == "worker_started" and e["slot"] == slot]
-        pid: int = started[-1]["supervisor_pid"]
-        return pid
+    def _node(self) -> int:
+        """The node of the own worker."""
+        pid = os.getpid()
+        started = [e for e in self._log() if e["kind"] == "worker_started" and e["pid"] == pid]
+        node: int = started[-1]["node"]
+        return node
+
+    def _guardians(self) -> dict[int, int]:
+        """Process ids by node, of those that came later too."""
+        begun = [e for e in self._log() if e["kind"] == "agent_started"]
+        return {e["node"]: e["guardian_pid"] for e in begun}
 
     def _log(self) -> list[Record]:
         return read_lines(self.worker.events.path)
@@ -232,17 +238,18 @@ class Striker:
         standbys, joiners = self._standbys, 0
         for event in self._log():
             match event["kind"]:
-                case "fault_fired" if event.get("how") == "supervisor":
+                case "fault_fired" if event.get("how") == "node":
                     awaited.pop(event["slot"], None)
-                    joiners += standbys > 0
-                    standbys -= 1
+                    standbys -= standbys > 0  # the one of that node
+                    came = min(standbys, self._per_node)
+                    joiners, standbys = joiners + came, standbys - came
                 case "fault_fired" if event.get("how") in ("grow", "join"):
                     joiners += self._joiners if event["how"] == "grow" else 1
                 case "fault_fired" if event.get("how") == "drain":
                     leaving.add(event["slot"])
-                case "supervisor_admitted":
-                    joiners -= 1
-                    leaving.discard(event["slot"])
+                case "node_admitted":
+                    joiners -= len(event["slots"])
+                    leaving -= {*event["slots"]}
                 case "worker_exited" if "SIGKILL" in event["status"]:
                     if event["slot"] not in leaving:  # it does not come back of itself
                         awaited[event["slot"]] = "lost"

@@ -76,6 +76,7 @@ def _check_losses(run: Outcome) -> None:
     struck = {e["pid"] for e in run.events("fault_fired") if e["how"] in DEADLY}
     exits = run.events("worker_exited")
     failed = [e for e in exits if e["pid"] not in struck and e["status"] != "exit code 0"]
+    # What a killed node's workers ended of, nobody has told.
     assert not failed, f"lost without a fault: {failed}"
     ended = {e["pid"] for e in exits}
     alive = {e["pid"] for e in run.events("fault_fired") if e["how"] in DEADLY[:1]} - ended
@@ -95,12 +96,14 @@ def _check_detections(run: Outcome) -> None:
 
 
 def _lost_nodes(played: Played) -> set[int]:
-    """Nodes whose only supervisor was killed: their launchers have nobody to tell them the end."""
+    """Launchers that were killed, by their numbers: those of the nodes first, then joiners."""
     run = played.outcome
-    per_node = run.spec.nproc // run.spec.nodes
-    if per_node > 1:
-        return set()
-    return {e["slot"] for e in run.events("fault_fired") if e["how"] == "supervisor"}
+    begun = [*run.events("job_started"), *run.events("node_joins")]
+    numbers = {one["launcher_pid"]: number for number, one in enumerate(begun)}
+    by_pid = {one["pid"]: one["node"] for one in run.events("worker_started")}
+    homes = {one["node"]: one["guardian_pid"] for one in run.events("agent_started")}
+    struck = [e for e in run.events("fault_fired") if e["how"] == "node"]
+    return {numbers[homes[by_pid[e["pid"]]]] for e in struck}
 
 
 def _came_too_late(played: Played) -> set[int]:
@@ -109,16 +112,16 @@ def _came_too_late(played: Played) -> set[int]:
     joiners = range(run.spec.nodes, len(played.codes))
     found: list[int] = []
     for code, said in (
-        (EXIT_REQUEUE, r"does not join: worker \d+ has a supervisor"),
+        (EXIT_REQUEUE, r"does not join: others have taken the free slots"),
         (EXIT_CONFIGURATION, r"and 0 of the job's \d+ slots are free"),
     ):
         sent_away = [number for number in joiners if played.codes[number] == code]
         found += sent_away[: len(re.findall(said, run.output))]
-    return set(found[: len(run.events("supervisor_admitted"))])
+    return set(found[: len(run.events("node_admitted"))])
 
 
 def _check_ruined(played: Played, reference: Outcome) -> None:
-    """All but one supervisor are gone: it ends in words, and what was done until then is right.
+    """All but one node are gone: it ends in words, and what was done until then is right.
 
     Unless that one holds the memory of the others since an earlier view: then the job goes on.
     """

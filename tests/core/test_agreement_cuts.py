@@ -1,4 +1,4 @@
-"""Networks that lose single flows: two supervisors of a node may hear different other nodes."""
+"""Networks that lose single flows: two nodes may hear different other nodes."""
 
 import random
 
@@ -6,7 +6,12 @@ import pytest
 
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.testing import Cluster
-from tests.core.test_agreement_random import let_somebody_come
+from tests.core.test_agreement_random import (
+    exit_who_is_over,
+    let_somebody_come,
+    lose_who_is_silent,
+    works,
+)
 from tests.sample import sampled
 
 NODES = (
@@ -21,22 +26,10 @@ NODES = (
 MOST = 20_000
 
 
-def test_of_two_parts_that_hear_one_supervisor_of_a_node_each_one_goes_on() -> None:
-    """Node 2 has two: one hears node 0 only, the other one hears node 1 only."""
-    cluster = Cluster((0, 1, 2, 2), Timeouts())
-    for command in ("start", "quiesce all", "seal all", "sunder 0 1,3 1 2", "quiesce all"):
-        cluster.do(command)
-    # Each part has two of the three nodes, and either may be the one.
-    assert [sorted(view.ranks) for view in cluster.decided.values()][1:] in ([[0, 2]], [[1, 3]])
-    cluster.do("tick 6")
-    part = set(cluster.decided[max(cluster.decided)].ranks)
-    assert cluster.ends.keys() == set(range(4)) - part
-
-
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("link", [(0, 1), (0, 3)])
 def test_a_broken_link_costs_one_worker(seed: int, link: tuple[int, int]) -> None:
-    """A would-be leader does not get the supervisors that still hear the leader."""
+    """A would-be leader does not get the agents that still hear the leader."""
     dice = random.Random(seed)
     cluster = sealed_job((0, 1, 2, 3, 4))
     cluster.act(f"sunder {' '.join(map(str, link))}")
@@ -49,12 +42,12 @@ def test_a_broken_link_costs_one_worker(seed: int, link: tuple[int, int]) -> Non
 def test_while_links_break_one_by_one_a_part_that_may_go_on_does(seed: int) -> None:
     """The members of the two parts hear each other for a while yet, whatever they decide."""
     dice = random.Random(seed)
-    cluster = sealed_job((0, 0, 1, 1, 2, 2))
-    links = [(a, b) for a in (0, 1, 4) for b in (2, 3, 5) if (a, b) != (4, 5)]
+    cluster = sealed_job((0, 0, 1, 1, 2, 3, 3, 4))
+    links = [(a, b) for a in (0, 1, 4) for b in (2, 3)]
     for a, b in dice.sample(links, len(links)):
         cluster.act(f"sunder {a} {b}")
         cluster.run(dice, most=dice.randrange(6))
-        for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+        for quiet in dice.sample(cluster.seated, len(cluster.seated)):
             if dice.random() < 0.3:
                 cluster.act(f"quiesce {quiet}")
     come_to_rest(cluster, dice)
@@ -70,8 +63,14 @@ def test_no_cut_of_flows_makes_two_parts_go_on(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", sampled(range(500), share=60))
 def test_no_cut_of_flows_makes_newcomers_go_on_apart(seed: int) -> None:
-    """The same, while other supervisors take the places of lost ones."""
+    """The same, while other nodes take the places of lost ones."""
     check(torn_run(random.Random(seed), newcomers=True))
+
+
+@pytest.mark.parametrize("seed", sampled(range(500), share=60))
+def test_no_cut_of_flows_and_death_of_agents_makes_two_parts_go_on(seed: int) -> None:
+    """The same, while agents die and their next lives begin."""
+    check(torn_run(random.Random(seed), newcomers=seed % 2 == 0, restarts=True))
 
 
 def test_jobs_outlive_cuts() -> None:
@@ -91,7 +90,7 @@ def sealed_job(nodes: tuple[int, ...]) -> Cluster:
     return cluster
 
 
-def torn_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
+def torn_run(dice: random.Random, *, newcomers: bool = False, restarts: bool = False) -> Cluster:
     cluster = sealed_job(dice.choice(NODES))
     for turn in range(dice.randrange(1, 6)):
         if not cluster.alive:
@@ -100,19 +99,21 @@ def torn_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
         if what < 0.6:
             tear(cluster, dice)
         elif what < 0.8:
-            slot = dice.choice(sorted(cluster.alive))
+            slot = dice.choice(cluster.seated or [0])
             if slot in cluster.trainers:
                 cluster.act(f"exit {slot} SIGKILL")
+        elif restarts and dice.random() < 0.7:
+            cluster.act(f"restart {dice.choice(sorted(cluster.alive))}")
         elif len(cluster.alive) > 1:
             cluster.act(f"kill {dice.choice(sorted(cluster.alive))}")
         if newcomers and cluster.alive:
             let_somebody_come(cluster, dice, fresh_node=10 + turn)
-        for slot in sorted(cluster.new & set(cluster.alive)):
+        for slot in sorted(cluster.new & set(cluster.seated)):
             if dice.random() < 0.5:
                 cluster.act(f"ready {slot}")
         for _ in range(dice.randrange(4)):
             cluster.run(dice, most=dice.randrange(12))
-            for quiet in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+            for quiet in dice.sample(cluster.seated, len(cluster.seated)):
                 if dice.random() < 0.5:
                     cluster.act(f"quiesce {quiet}")
             if dice.random() < 0.5:
@@ -126,17 +127,15 @@ def torn_run(dice: random.Random, *, newcomers: bool = False) -> Cluster:
 def come_to_rest(cluster: Cluster, dice: random.Random) -> None:
     """Let everything that is said or waited for come to its end."""
     for _ in range(30):
-        cluster.begin_or_give_up()
         cluster.run(dice, most=MOST)
-        for slot in list(cluster.asking):
-            cluster.give_up(slot)
+        cluster.give_up_asking()
         cluster.run(dice, most=MOST)
         assert not cluster.order, "they talk without end"
         cluster.act("quiesce all")
         cluster.run(dice, most=MOST)
-        built = sorted(cluster.new & set(cluster.alive))
+        built = sorted(cluster.new & set(cluster.seated))
         cluster.act(f"ready {' '.join(map(str, built))}")
-        for one in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+        for one in dice.sample(cluster.seated, len(cluster.seated)):
             cluster.act(f"step {one}")
         cluster.run(dice, most=MOST)
         exit_who_is_over(cluster)
@@ -145,39 +144,22 @@ def come_to_rest(cluster: Cluster, dice: random.Random) -> None:
 
 
 def tear(cluster: Cluster, dice: random.Random) -> None:
-    """Cut each flow between two nodes, or all of some supervisor, or of two groups of them."""
-    slots = sorted(cluster.alive)
-    pairs = [(a, b) for a in slots for b in slots if a < b and cluster.nodes[a] != cluster.nodes[b]]
+    """Cut each flow between two nodes, or all between two groups of them."""
+    nodes = sorted(cluster.alive)
+    pairs = [(a, b) for a in nodes for b in nodes if a < b]
     pairs = [pair for pair in pairs if pair not in cluster.cut]
     if dice.random() < 0.5:
         share = dice.choice((0.1, 0.3, 0.5))
         torn = [pair for pair in pairs if dice.random() < share]
     else:
-        side = {slot for slot in slots if dice.random() < 0.5}
+        side = {node for node in nodes if dice.random() < 0.5}
         torn = [(a, b) for a, b in pairs if (a in side) != (b in side)]
-    cluster.act(f"sunder {' '.join(str(slot) for pair in torn for slot in pair)}")
-
-
-def exit_who_is_over(cluster: Cluster) -> None:
-    """The process of a supervisor that has ended does so too, and all links of it close."""
-    over = sorted(set(cluster.ends) & set(cluster.alive))
-    if over:
-        cluster.act(f"kill {' '.join(map(str, over))}")
-
-
-def lose_who_is_silent(cluster: Cluster) -> None:
-    """A leader sends beats, and hears those that follow it and no others (`Coordinator._beat`)."""
-    for slot in list(cluster.alive):
-        for other in list(cluster.alive):
-            if slot in cluster.alive and other in cluster.alive and slot != other:
-                leader, theirs = cluster.alive[slot].leader, cluster.alive[other].leader
-                if leader in (slot, other) and theirs not in (slot, other):
-                    cluster.alive[slot].lost(other, "was silent")
-                    cluster.settle(slot)
+    cluster.act(f"sunder {' '.join(str(node) for pair in torn for node in pair)}")
 
 
 def working(cluster: Cluster) -> set[int]:
-    return set(cluster.alive) & cluster.trainers
+    """The workers whose job goes on, as far as their agents know."""
+    return {slot for slot in cluster.seated if slot in cluster.trainers and works(cluster, slot)}
 
 
 def check(cluster: Cluster) -> None:
@@ -195,4 +177,4 @@ def check(cluster: Cluster) -> None:
         assert view.epoch == decided[-1]
     assert not cluster.open.keys() & working(cluster)
     # Else the leader's time runs out, and all wait for ever (`Coordinator._beat`).
-    assert all(cluster.alive[slot].follows for slot in working(cluster))
+    assert all(cluster.alive[cluster.home[slot]].follows for slot in working(cluster))

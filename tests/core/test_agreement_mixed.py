@@ -13,12 +13,11 @@ from elaswave_plugin.testing import Cluster
 from tests.core.test_agreement_cuts import (
     check,
     come_to_rest,
-    exit_who_is_over,
     sealed_job,
     tear,
     working,
 )
-from tests.core.test_agreement_random import let_somebody_come
+from tests.core.test_agreement_random import exit_who_is_over, let_somebody_come, works
 from tests.sample import sampled
 
 NODES = (
@@ -30,7 +29,7 @@ NODES = (
     (2, 1, 0, 0, NOWHERE),
 )
 GENTLE = ("drain", "replan", "sever", "come", "stop")
-ROUGH = ("exit", "respawn", "kill", "doom", "tear", "told")
+ROUGH = ("exit", "respawn", "kill", "doom", "tear", "told", "restart")
 KINDS = ("propose", "committed", "quiesced", "prepare", "promise", "admit", "stays", "notice")
 
 
@@ -45,7 +44,7 @@ def test_no_wish_ends_a_job(seed: int) -> None:
     cluster = mixed_run(random.Random(seed), GENTLE)
     check(cluster)
     assert working(cluster)
-    layout = cluster.alive[min(working(cluster))].layout
+    layout = cluster.alive[cluster.home[min(working(cluster))]].layout
     for view in cluster.decided.values():
         assert layout is None or why_needed(layout, view.ranks) is None
 
@@ -59,7 +58,7 @@ def test_whatever_happens_meanwhile_a_job_that_is_done_ends(seed: int) -> None:
 
 
 def test_random_runs_are_about_something() -> None:
-    runs = [mixed_run(random.Random(seed), GENTLE + ROUGH) for seed in range(50)]
+    runs = [mixed_run(random.Random(seed), GENTLE + ROUGH) for seed in range(80)]
     assert sum(bool(working(run)) for run in runs) >= 25
     assert sum(bool(run.ends and working(run)) for run in runs) >= 10
     gentle = [mixed_run(random.Random(seed), GENTLE) for seed in range(50)]
@@ -103,12 +102,12 @@ def end_the_last_call(cluster: Cluster, dice: random.Random) -> None:
 
 def go_on(cluster: Cluster, dice: random.Random) -> None:
     cluster.run(dice, most=dice.randrange(15))
-    for slot in dice.sample(sorted(cluster.alive), len(cluster.alive)):
+    for slot in dice.sample(cluster.seated, len(cluster.seated)):
         if dice.random() < 0.5:
             cluster.act(f"quiesce {slot}")
         if dice.random() < 0.5:
             cluster.act(f"step {slot}")
-    for slot in sorted(cluster.new & set(cluster.alive)):
+    for slot in sorted(cluster.new & set(cluster.seated)):
         if dice.random() < 0.5:
             cluster.act(f"ready {slot}")
     if dice.random() < 0.3:
@@ -122,7 +121,7 @@ def finish(cluster: Cluster, dice: random.Random) -> None:
     at_work = sorted(working(cluster) - cluster.outside)
     finished = []
     for slot in dice.sample(at_work, len(at_work)):
-        if slot in working(cluster) - set(cluster.ends):
+        if slot in working(cluster):
             cluster.act(f"done {slot}")
             finished.append(slot)
         if cluster.alive and dice.random() < 0.3:
@@ -132,20 +131,20 @@ def finish(cluster: Cluster, dice: random.Random) -> None:
             exit_finished(cluster, finished.pop(dice.randrange(len(finished))))
     come_to_rest(cluster, dice)
     for slot in [*finished, *at_work]:
-        if slot in set(cluster.alive) - set(cluster.ends) and slot not in cluster.left:
+        if slot in cluster.seated and works(cluster, slot) and slot not in cluster.left:
             exit_finished(cluster, slot)
             cluster.run(dice)
     come_to_rest(cluster, dice)
 
 
 def exit_finished(cluster: Cluster, slot: int) -> None:
-    if slot in set(cluster.alive) - set(cluster.ends):
+    if slot in cluster.seated and works(cluster, slot):
         cluster.act(f"done {slot} 0")
 
 
 def someone(cluster: Cluster, dice: random.Random) -> list[str]:
     """A worker that takes part."""
-    slots = sorted((set(cluster.alive) & cluster.trainers) - cluster.outside - set(cluster.ends))
+    slots = sorted(working(cluster) - cluster.outside)
     return [str(dice.choice(slots))] if slots else []
 
 
@@ -176,10 +175,7 @@ def come(cluster: Cluster, dice: random.Random, turn: int) -> None:
 
 def stop(cluster: Cluster, dice: random.Random, turn: int) -> None:
     """Those that were dismissed end, and their slots are free."""
-    for slot in list(cluster.alive):
-        if slot in cluster.alive and cluster.commits[slot]:
-            cluster.alive[slot].settled(cluster.commits[slot][-1].epoch)
-            cluster.settle(slot)
+    cluster.act("settle all")
     cluster.run(dice)
     exit_who_is_over(cluster)
 
@@ -190,9 +186,9 @@ def exit_one(cluster: Cluster, dice: random.Random, turn: int) -> None:
 
 
 def respawn(cluster: Cluster, dice: random.Random, turn: int) -> None:
-    idle = set(cluster.alive) - cluster.trainers - cluster.new - set(cluster.ends) - cluster.left
+    idle = set(cluster.seated) - cluster.trainers - cluster.new - cluster.left
     for slot in sorted(idle):
-        if dice.random() < 0.7:
+        if works(cluster, slot) and dice.random() < 0.7:
             cluster.act(f"respawn {slot}")
 
 
@@ -202,8 +198,12 @@ def kill(cluster: Cluster, dice: random.Random, turn: int) -> None:
 
 
 def doom(cluster: Cluster, dice: random.Random, turn: int) -> None:
-    slot = dice.choice(sorted(cluster.alive))
-    cluster.act(f"doom {slot} {dice.choice(KINDS)} {dice.randrange(1, 4)}")
+    node, how = dice.choice(sorted(cluster.alive)), dice.choice(("", " restart"))
+    cluster.act(f"doom {node} {dice.choice(KINDS)} {dice.randrange(1, 4)}{how}")
+
+
+def restart(cluster: Cluster, dice: random.Random, turn: int) -> None:
+    cluster.act(f"restart {dice.choice(sorted(cluster.alive))}")
 
 
 def cut(cluster: Cluster, dice: random.Random, turn: int) -> None:
@@ -222,4 +222,5 @@ ACTIONS: Mapping[str, Callable[[Cluster, random.Random, int], Any]] = {
     "kill": kill,
     "doom": doom,
     "tear": cut,
+    "restart": restart,
 }

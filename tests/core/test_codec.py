@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
+from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView
 from elaswave_plugin.core.codec import (
     UnreadableMessageError,
@@ -25,7 +25,7 @@ from tests.core.over_the_wire import again, as_json
 
 SAID = [(side, one) for side in (FromTrainer, FromSupervisor, FromPeer) for one in get_args(side)]
 NAMES = [one.__name__ for _, one in SAID]
-NOTED = (NodeMemory, WorkerFacts, Peer)
+NOTED = (Record, WorkerFacts, Peer)
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(),
     float: st.floats(allow_nan=False),

@@ -24,15 +24,17 @@ def promised(known: int) -> Promise:
     """Return the answer of a member that knows 100 views to one that knows fewer."""
     welcome = Welcome(
         ballot=Ballot(term=9, leader=0, epoch=99),
-        worker=WorkerId(slot=2, incarnation=1),
+        workers=(WorkerId(slot=2, incarnation=1),),
         nodes=NODES,
+        addresses={},
         history=views(100),
         accepted=None,
         lost={},
+        empty={},
         incarnations={},
         unused_node=3,
     )
-    member = Agreement.of_newcomer(welcome, timeouts=Timeouts(), life=1)
+    member = Agreement.of_newcomer(welcome, 2, timeouts=Timeouts(), life=1)
     member.lost(0, "its connection closed")
     member.settle(0.0)
     ballot = Ballot(term=100, leader=1, epoch=100)

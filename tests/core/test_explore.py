@@ -10,7 +10,7 @@ def test_two_nodes_and_two_faults_in_any_order() -> None:
     found = explore((0, 1), faults=2, most_states=5000)
     assert found.is_complete
     assert found.states > 400
-    assert found.faults.keys() == {"kill", "exit", "sunder", "respawn", "join"}
+    assert found.faults.keys() == {"kill", "restart", "exit", "sunder", "relink", "respawn", "join"}
 
 
 def test_states_are_told_apart_by_what_may_happen_only() -> None:
@@ -23,4 +23,4 @@ def test_states_are_told_apart_by_what_may_happen_only() -> None:
 @pytest.mark.parametrize("rule", SABOTAGES)
 def test_a_rule_that_is_taken_away_is_seen(rule: str) -> None:
     with SABOTAGES[rule](), pytest.raises(Broken, match="after: "):
-        explore((0, 0, 1), faults=2, most_states=15_000)
+        explore((0, 1, 2), faults=2, most_states=15_000)

@@ -1,4 +1,4 @@
-"""Losses of trainers, supervisors and leaders, at once and one after the other."""
+"""Losses of trainers, nodes and leaders, at once and one after the other."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from elaswave_plugin.testing import Cluster
 
 
 def job(*commands: str) -> Cluster:
-    """Four workers of one node, all sealed, to whom these things happen."""
-    cluster = Cluster((0, 0, 0, 0), Timeouts())
+    """Four nodes of one worker each, all sealed, to whom these things happen."""
+    cluster = Cluster((0, 1, 2, 3), Timeouts())
     for command in ("start", "quiesce all", "seal all", *commands):
         cluster.do(command)
     return cluster
@@ -48,7 +48,7 @@ def test_a_second_trainer_killed_during_an_open_proposal() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_supervisor_killed_during_an_open_proposal(victim: int) -> None:
+def test_a_node_killed_during_an_open_proposal(victim: int) -> None:
     cluster = job("exit 1 SIGKILL")
     assert {0, 2, 3} <= set(cluster.open)
     rest = [slot for slot in (0, 2, 3) if slot != victim]

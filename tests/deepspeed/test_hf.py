@@ -15,13 +15,13 @@ pytest.importorskip("transformers")
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from tests.agent.jobs import LAUNCH
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import ROOT, Outcome, check_survived, max_relative_difference
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
-from tests.supervisor.jobs import LAUNCH
 
 EXAMPLE = str(ROOT / "examples" / "train_accelerate.py")
 EVALUATING = str(SCRIPTS / "hf_evaluating.py")

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 
 from elaswave_plugin.tracking.state_dump import hash_state
+from tests.agent.jobs import LAUNCH
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, check_recovered
 from tests.deepspeed.hf_runs import (
@@ -28,7 +29,6 @@ from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import check_survived, max_relative_difference
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
-from tests.supervisor.jobs import LAUNCH
 
 COLD = (sys.executable, "-W", "ignore", "-c", LAUNCH)
 FIRST = ("--evaluate=4", "--evaluate-first")

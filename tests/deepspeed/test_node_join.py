@@ -1,4 +1,4 @@
-"""A node is lost with its supervisor, and `--join` brings another one into the engine's job."""
+"""A node is lost with all that it holds, and `--join` brings another one into the engine's job."""
 
 from dataclasses import replace
 from pathlib import Path

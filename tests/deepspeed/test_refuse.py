@@ -267,12 +267,12 @@ def test_wrappers_with_other_masters_are_refused_by_name(kind: str) -> None:
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_a_limit_that_the_supervisors_were_not_told_is_refused(
+def test_a_limit_that_the_agents_were_not_told_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = {"elaswave": {"quiesce_timeout_s": 9}}
     monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "30.0")
-    with pytest.raises(ConfigurationError, match=r"is 9, and the supervisors were told 30: .* set"):
+    with pytest.raises(ConfigurationError, match=r"is 9, and the agents were told 30: .* set"):
         elastic_config(config)
     monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "9.0")
     settings = elastic_config(config)

@@ -32,11 +32,11 @@ def test_a_run_without_both_kinds_of_steps_has_no_ratio(tmp_path: Path, steps: i
 
 def test_cpu_times_are_differences_summed_over_the_workers() -> None:
     events = [
-        {"kind": CPU_EVENT, "slot": slot, "step": step, "trainer_s": clock_s, "supervisor_s": 0.0}
+        {"kind": CPU_EVENT, "slot": slot, "step": step, "trainer_s": clock_s, "agent_s": 0.0}
         for slot in (0, 1)
         for step in range(-1, 13)
         for clock_s in [1.0 + slot + (0.25 * step if step < 10 else 2.25 + 0.5 * (step - 9))]
     ]
     run = RunFiles(directory=Path(), events=tuple(events), steps=(), ledger=())
     assert cpu_times_s(run, "trainer") == OnOff(on=(0.5,) * 8, off=(1.0,) * 2)
-    assert cpu_times_s(run, "supervisor") == OnOff(on=(0.0,) * 8, off=(0.0,) * 2)
+    assert cpu_times_s(run, "agent") == OnOff(on=(0.0,) * 8, off=(0.0,) * 2)

@@ -9,7 +9,7 @@ import time
 
 from tests.explore.search import Broken, explore
 
-# The nodes of each worker, and how many faults a path may have.
+# The node of each worker, and how many faults a path may have.
 JOBS = (((0, 1), 2), ((0, 1, 2), 2), ((0, 1, 1), 2), ((0, 0, 1), 2), ((0, 1), 3), ((0, 1, 2), 3))
 
 

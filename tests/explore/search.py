@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from elaswave_plugin.testing import Cluster
-from tests.core.test_agreement_cuts import check, come_to_rest, exit_who_is_over, sealed_job
+from tests.core.test_agreement_cuts import check, come_to_rest, sealed_job
+from tests.core.test_agreement_random import exit_who_is_over, works
 from tests.explore.states import Digests, fork
 
 
@@ -38,8 +39,8 @@ def explore(
 ) -> Found:
     """Visit each state once, deepest first; raises Broken.
 
-    ``faults``: of a path at most: a death, the end of a trainer or its return, a cut of a link, a
-    newcomer. What is under way may be delivered in any order, and stopped trainers may answer at
+    ``faults``: of a path at most: the death of a node or of its agent, the end of a trainer or its
+    return, a link cut or opened again, a newcomer. What is under way may be delivered in any order, and stopped trainers may answer at
     any time.
     """
     found, seen, digests = Found(), set[bytes](), Digests()
@@ -74,9 +75,9 @@ def usual_moves(cluster: Cluster) -> Iterator[str]:
     """List what may happen next without any fault."""
     for sender, to in sorted(set(cluster.order)):
         yield f"deliver {sender} {to}"
-    for slot in sorted(set(cluster.open) & set(cluster.alive)):
+    for slot in sorted(set(cluster.open) & set(cluster.seated)):
         yield f"quiesce {slot}"
-    for slot in sorted(cluster.new & set(cluster.alive)):
+    for slot in sorted(cluster.new & set(cluster.seated)):
         yield f"ready {slot}"
     if set(cluster.ends) & set(cluster.alive):
         yield "leave"
@@ -85,19 +86,23 @@ def usual_moves(cluster: Cluster) -> Iterator[str]:
 def fault_moves(cluster: Cluster) -> Iterator[str]:
     """List what may go wrong, or change, next."""
     alive = sorted(set(cluster.alive) - set(cluster.ends))
-    for slot in alive if len(alive) > 1 else ():
-        yield f"kill {slot}"
-    for slot in sorted(set(alive) & cluster.trainers - cluster.outside):
+    for node in alive if len(alive) > 1 else ():
+        yield f"kill {node}"
+    for node in alive:
+        yield f"restart {node}"
+    working = {slot for slot in cluster.seated if works(cluster, slot)}
+    for slot in sorted(working & cluster.trainers - cluster.outside):
         yield f"exit {slot} SIGKILL"
     for one in alive:
         for other in alive:
             if one < other and (one, other) not in cluster.cut:
                 yield f"sunder {one} {other}"
-    lost = set(alive) - cluster.trainers - cluster.new - cluster.left
-    for slot in sorted(lost):
+                yield f"relink {one} {other}"
+    for slot in sorted(working - cluster.trainers - cluster.new - cluster.left):
         yield f"respawn {slot}"
-    for slot in sorted(set(range(len(cluster.nodes))) - set(cluster.alive) - set(cluster.asking)):
-        yield f"join {slot} {len(cluster.nodes) + slot}"
+    empty = set(range(cluster.width)) - set(cluster.seated)
+    for slot in sorted(empty if not cluster.asking else ()):
+        yield f"join {cluster.width + cluster.lives} {slot}"
 
 
 def make(cluster: Cluster, move: str) -> None:

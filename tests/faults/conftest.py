@@ -57,7 +57,7 @@ def reference(run: Launch) -> Reference:
     made: dict[JobSpec, Outcome] = {}
 
     def undisturbed(spec: JobSpec) -> Outcome:
-        spec = replace(spec, kills=(), changes=(), lost_trainers=(), lost_supervisors=())
+        spec = replace(spec, kills=(), changes=(), lost_trainers=(), lost_nodes=())
         if spec.awaits:
             spec = replace(spec, awaits=(), sabotage="", respawn=0)
         if spec not in made:

@@ -63,21 +63,36 @@ STEPS_WITHIN_IT, STEP_LIMIT_S = 500, 0.2
 HANG_SLACK_S = 2.0
 
 
-# The trainers of these slots die at once, in the backward pass of the last one's step 3. With their
-# supervisors (key "supervisor_pid"), their own snapshots go too: only copies are left.
+# The trainers of these slots die at once, in the backward pass of the last one's step 3.
 LOSE = """
 import json, os, signal
 from elaswave_plugin.recovery.phases import Phases
 enter = Phases.enter
 def die(self, phase):
-    if self._slot == {last} and (self.step, phase) == (3, "backward"):
+    if self._slot == {slots}[-1] and (self.step, phase) == (3, "backward"):
         lines = open(self._events.path).read().splitlines()
         started = [e for e in map(json.loads, lines) if e["kind"] == "worker_started"]
         for slot in {slots}:  # the own one last: this process ends with it
-            (pid,) = [e["{key}"] for e in started if e["slot"] == slot]
+            (pid,) = [e["pid"] for e in started if e["slot"] == slot]
             os.kill(pid, signal.SIGKILL)
     enter(self, phase)
 Phases.enter = die
+"""
+# These nodes are lost at once, with all that they hold: only copies on others are left of it.
+LOSE_NODES = """
+import json, os, signal
+from elaswave_plugin.recovery.phases import Phases
+enter_phase = Phases.enter
+def lose(self, phase):
+    if self._slot == {last} and (self.step, phase) == (3, "backward"):
+        lines = open(self._events.path).read().splitlines()
+        guardians = {{e["node"]: e["guardian_pid"] for e in map(json.loads, lines)
+                     if e["kind"] == "agent_started"}}
+        for node in {nodes}:  # the own one last: this process ends with it
+            os.kill(guardians[node], signal.SIGKILL)
+        signal.pause()
+    enter_phase(self, phase)
+Phases.enter = lose
 """
 
 
@@ -138,7 +153,7 @@ class JobSpec:
     sabotage: str = ""
     awaits: tuple[tuple[int, int], ...] = ()
     lost_trainers: tuple[int, ...] = ()
-    lost_supervisors: tuple[int, ...] = ()
+    lost_nodes: tuple[int, ...] = ()
     walk: str = ""
     alternate: str = ""
     launcher: tuple[str, ...] = ()
@@ -261,10 +276,16 @@ class Zygote:
 def sabotage_of(spec: JobSpec) -> str:
     """Return the statements with which each worker of a job begins."""
     found = spec.sabotage + (AWAIT.format(awaits=dict(spec.awaits)) if spec.awaits else "")
-    for key, slots in (("pid", spec.lost_trainers), ("supervisor_pid", spec.lost_supervisors)):
-        if slots:
-            found += LOSE.format(slots=list(slots), last=slots[-1], key=key)
+    if spec.lost_trainers:
+        found += LOSE.format(slots=list(spec.lost_trainers))
+    if spec.lost_nodes:
+        found += lose_nodes(spec, spec.lost_nodes)
     return found
+
+
+def lose_nodes(spec: JobSpec, nodes: Sequence[int]) -> str:
+    """Return the statements by which these nodes are lost in step 3, the last one's in its own."""
+    return LOSE_NODES.format(nodes=list(nodes), last=nodes[-1] * (spec.nproc // spec.nodes))
 
 
 def _arguments(
@@ -341,6 +362,8 @@ def launch(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> Out
     ):
         limit_s = RUN_LIMIT_S + STEP_LIMIT_S * max(0, spec.steps - STEPS_WITHIN_IT)
         codes = [process.wait(timeout=limit_s) for process in processes]
+        # Those of lost nodes were killed.
+        codes = [code for node, code in enumerate(codes) if node not in spec.lost_nodes]
     return Outcome(
         spec=spec,
         directory=directory,
@@ -353,9 +376,9 @@ def launch(spec: JobSpec, *, zygote: Zygote, data: Path, directory: Path) -> Out
 
 
 def pids_of(directory: Path) -> tuple[int, ...]:
-    """Trainers and supervisors of a run, by the process ids that they announced."""
+    """Trainers and agents of a run, by the process ids that they announced."""
     events = [e for e in read_lines(directory / EVENTS_FILE) if e["kind"] == "worker_started"]
-    return tuple(sorted(event[key] for event in events for key in ("pid", "supervisor_pid")))
+    return tuple(sorted(event[key] for event in events for key in ("pid", "agent_pid")))
 
 
 def started_under(directory: Path) -> tuple[int, ...]:
@@ -367,6 +390,14 @@ def started_under(directory: Path) -> tuple[int, ...]:
             if process.environ().get("ELASWAVE_DIR") == str(directory):
                 found.append(process.pid)
     return tuple(found)
+
+
+def processes_of(directory: Path, *, node: int) -> tuple[int, ...]:
+    """Guardian, newest agent and trainers of a node, by the process ids that they announced."""
+    events = [e for e in read_lines(directory / EVENTS_FILE) if e.get("node") == node]
+    agent = [e for e in events if e["kind"] == "agent_started"][-1]
+    trainers = {e["slot"]: e["pid"] for e in events if e["kind"] == "worker_started"}
+    return agent["guardian_pid"], agent["pid"], *trainers.values()
 
 
 def left_alive(pids: tuple[int, ...], *, limit_s: float) -> tuple[int, ...]:
@@ -388,7 +419,9 @@ def check_survived(run: Outcome) -> None:
     kills = [parse_kill(kill) for kill in run.spec.kills]
     assert all(kill["fired"] for kill in kills_of(run.files, kills)), kills_of(run.files, kills)
     check_written(run)
-    lost = {*run.spec.lost_trainers, *run.spec.lost_supervisors}
+    width = run.spec.nproc // run.spec.nodes
+    lost = {slot for slot in range(run.spec.nproc) if slot // width in run.spec.lost_nodes}
+    lost |= {*run.spec.lost_trainers}
     assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
     if not run.spec.sabotage:
         # A worker that fails by itself is survived too, and its loss would go unseen.

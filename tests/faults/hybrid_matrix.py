@@ -83,7 +83,8 @@ def cases() -> tuple[JobSpec, ...]:
         )
     ]
     with_memory = [
-        replace(TP2_PP2_DP2, lost_supervisors=pair) for pair in itertools.combinations(range(8), 2)
+        replace(TP2_PP2_DP2, nodes=8, lost_nodes=pair)
+        for pair in itertools.combinations(range(8), 2)
     ]
     pipelines = [
         replace(spec, kills=(f"{slot}@2:{phase}",))
@@ -101,7 +102,7 @@ def promise(spec: JobSpec) -> str:
     """Say what a case has to fulfil."""
     if RESIZE[0] in spec.options:
         return Promise.PLANNED
-    return Promise.STOPS if spec.lost_supervisors in ONLY_COPIES else Promise.EQUAL
+    return Promise.STOPS if spec.lost_nodes in ONLY_COPIES else Promise.EQUAL
 
 
 def check(run: Outcome, runs: Runs) -> None:
@@ -135,7 +136,7 @@ def undisturbed(spec: JobSpec) -> tuple[str, ...]:
 
 def check_stopped(run: Outcome) -> None:
     """The state of one stage and tp position is gone with all its copies."""
-    first, _ = run.spec.lost_supervisors
+    first, _ = run.spec.lost_nodes
     stage, tp = divmod(first, 4)
     assert run.returncode == 1, run.output[-4000:]
     assert "state was lost with all its copies" in run.output
@@ -147,7 +148,7 @@ def check_stopped(run: Outcome) -> None:
 MATRIX = FaultMatrix(
     framework="hybrid",
     cases=cases(),
-    fields=("nproc", "kills", "lost_trainers", "lost_supervisors", "options"),
+    fields=("nproc", "nodes", "kills", "lost_trainers", "lost_nodes", "options"),
     preload=PRELOAD,
     promise=promise,
     check=check,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
+from tests.agent.jobs import LAUNCH, environment
 from tests.faults.harness import SABOTAGED, JobSpec, left_alive
 from tests.faults.network import Network
-from tests.supervisor.jobs import LAUNCH, environment
 
 LIMIT_S = 120.0
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from elaswave_plugin.observer.observer import audit_samples, disagreeing_steps
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, EventLog, read_lines
+from tests.agent.jobs import environment
 from tests.faults.harness import JobSpec, Outcome, left_alive, pids_of, sabotage_of
 from tests.faults.network import Network, network_of
 from tests.faults.networked import LIMIT_S, Seen, end, launched
-from tests.supervisor.jobs import environment
 
 START_S = 120.0
 # The others work again; about 5 s is the aim.

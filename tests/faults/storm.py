@@ -71,9 +71,13 @@ class Storm:
         """All ports at which processes of the job listen, looked up now and then."""
         if time.monotonic() - self._looked_s > 1.0:
             self._looked_s = time.monotonic()
-            started = [e for e in read_lines(self._run_dir / EVENTS_FILE) if "supervisor_pid" in e]
+            started = [
+                e
+                for e in read_lines(self._run_dir / EVENTS_FILE)
+                if e["kind"] in ("worker_started", "agent_started")
+            ]
             found: set[tuple[str, int]] = set()
-            for pid in {one[key] for one in started for key in ("pid", "supervisor_pid")}:
+            for pid in {one["pid"] for one in started}:
                 try:
                     connections = psutil.Process(pid).net_connections("tcp")
                 except psutil.Error:

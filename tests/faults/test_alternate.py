@@ -63,8 +63,8 @@ def test_snapshots_are_sealed_and_awaited_in_on_blocks_only(
     assert turned.trace() == reference(PLAIN).trace()
     times, cpu = step_times_s(turned.files), cpu_times_s(turned.files, "trainer")
     assert (len(times.on), len(times.off)) == (len(cpu.on), len(cpu.off)) == (17, 10)
-    supervisors = cpu_times_s(turned.files, "supervisor")
-    assert sum(cpu.on) > 0 and sum(cpu.off) > 0 and sum(supervisors.on) > sum(supervisors.off) >= 0
+    agents = cpu_times_s(turned.files, "agent")
+    assert sum(cpu.on) > 0 and sum(cpu.off) > 0 and sum(agents.on) > sum(agents.off) >= 0
 
 
 @proves(Kind.NOTHING, Promise.EQUAL)

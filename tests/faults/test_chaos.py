@@ -25,7 +25,19 @@ def test_everything_is_drawn_and_leaves_steps_to_go_on_in() -> None:
     events = [event for seed in range(200) for event in draw("dp", seed).events]
     found = Counter(event.kind for event in events)
     assert found.keys() == {
-        *("kill", "supervisor", "stop", "loop", "gil", "sever", "drain", "whole", "join", "grow"),
+        *(
+            "kill",
+            "agent",
+            "node",
+            "stop",
+            "loop",
+            "gil",
+            "sever",
+            "drain",
+            "whole",
+            "join",
+            "grow",
+        ),
         *("slow", "flip", "ruin"),
     }
     assert any(event.on_entry for event in events)

@@ -17,7 +17,7 @@ from tests.proofs import Kind, Promise, proves
 
 SAVE_S = 15.0
 TRACKER = "latest_checkpointed_iteration.txt"
-# Its supervisor waits for the others for longer than its save takes, and lets it go on.
+# Its agent waits for the others for longer than its save takes, and lets it go on.
 SPEC = JobSpec(nproc=3, nodes=3, global_batch=12, steps=6, dump="last")
 LAUNCHER = ("--quorum-wait-s=20",)
 # The save of iteration 2 takes so long on the worker of node 0: while it writes, or when all have

@@ -11,10 +11,13 @@ from elaswave_plugin.observer.run import read_run
 from tests.faults.conftest import Reference
 from tests.faults.harness import Outcome, Zygote, check_equal, started
 from tests.faults.hybrid_matrix import PP2_DP2
-from tests.faults.test_notice import SPEC, TOLD, UNTIL_TOLD
+from tests.faults.test_notice import SPEC as OF_FOUR_NODES
+from tests.faults.test_notice import TOLD, UNTIL_TOLD
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
+
+SPEC = replace(OF_FOUR_NODES, nodes=1)
 
 
 @proves(Kind.LEAVE, Promise.EQUAL)
@@ -25,7 +28,7 @@ def test_a_drained_worker_leaves_between_two_steps(
     held = replace(SPEC, sabotage=UNTIL_TOLD)
     with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
         wait_for_step(tmp_path, 3)
-        other = next(one for one in read_addresses(tmp_path) if one.slot == 3)
+        (other,) = read_addresses(tmp_path)
         words = ["--connect", other.address, "--reason", "node 7 gets new memory"]
         assert run_command(["drain", str(slot), *words]) == 0
         (tmp_path / TOLD).touch()

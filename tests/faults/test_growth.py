@@ -68,7 +68,7 @@ def test_a_job_shrinks_is_whole_again_and_grows(grown: Grown) -> None:
 def test_a_worker_beyond_the_launch_takes_over_a_replica(grown: Grown, slot: int) -> None:
     """4 -> 3 -> 4 workers: as many as at the launch, and others, whose ranks are not its replicas'.
 
-    The trainer that is lost does not come back, but its supervisor keeps the slot.
+    The trainer that is lost does not come back, but its node keeps the slot.
     """
     spec = replace(GROWS, kills=(f"{slot}@2:backward",))
     run = grown(spec)
@@ -116,7 +116,7 @@ def test_a_job_of_two_doubles(grown: Grown) -> None:
     assert last_ranks(run) == [0, 1, 2, 3]
 
 
-# The supervisor that leads is gone once the job has grown.
+# The node that leads is gone once the job has grown.
 LOSE_LEADER = """
 import json, os, signal
 from elaswave_plugin.recovery.phases import Phases
@@ -124,8 +124,8 @@ enter = Phases.enter
 def die(self, phase):
     if self._slot == 0 and (self.step, phase) == (7, "backward"):
         lines = open(self._events.path).read().splitlines()
-        started = [e for e in map(json.loads, lines) if e["kind"] == "worker_started"]
-        (pid,) = [e["supervisor_pid"] for e in started if e["slot"] == 0]
+        started = [e for e in map(json.loads, lines) if e["kind"] == "agent_started"]
+        (pid,) = [e["guardian_pid"] for e in started if e["node"] == 0]
         os.kill(pid, signal.SIGKILL)
     enter(self, phase)
 Phases.enter = die

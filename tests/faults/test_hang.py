@@ -1,4 +1,4 @@
-"""Workers that hang: found, killed by their supervisors, and the run goes on bit for bit."""
+"""Workers that hang: found, killed by their agents, and the run goes on bit for bit."""
 
 import itertools
 import os

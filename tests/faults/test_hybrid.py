@@ -68,13 +68,13 @@ def test_a_whole_tp_group(run: Launch, reference: Reference) -> None:
 
 @proves(Kind.NODE, Promise.EQUAL, victim="0 3")
 def test_the_state_of_a_stage_survives_in_copies(run: Launch, reference: Reference) -> None:
-    spec = replace(TP2_PP2_DP2, lost_supervisors=(0, 3))
+    spec = replace(TP2_PP2_DP2, nodes=8, lost_nodes=(0, 3))
     check_equal(run(spec), reference(spec))
 
 
 @proves(Kind.COPIES, Promise.STOPS)
 def test_a_shard_and_its_only_copy_are_named(run: Launch) -> None:
-    check_stopped(run(replace(TP2_PP2_DP2, lost_supervisors=ONLY_COPIES[1])))
+    check_stopped(run(replace(TP2_PP2_DP2, nodes=8, lost_nodes=ONLY_COPIES[1])))
 
 
 @proves(Kind.KILL, Promise.EQUAL)

@@ -219,7 +219,7 @@ DEATHS = [
 def test_a_newcomer_dies_in_a_phase_of_its_join(
     run: Launch, reference: Reference, where: str, asked: bool
 ) -> None:
-    """Before it joins its supervisor, while it is built, while it waits, while it is let in."""
+    """Before it joins its agent, while it is built, while it waits, while it is let in."""
     owner, _, method = where.partition(".")
     spec = replace(
         BACK,

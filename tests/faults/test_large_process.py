@@ -4,7 +4,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.proofs import Kind, Promise, proves
 
-# Two GiB in small pages, and time for the supervisor to see how large it is.
+# Two GiB in small pages, and time for the agent to see how large it is.
 LARGE = """
 import mmap, os, time
 import numpy as np

@@ -1,4 +1,4 @@
-"""A node is lost with its supervisor, and another one takes its place in the running job."""
+"""A node is lost with all that it holds, and another one takes its place in the running job."""
 
 import time
 from dataclasses import replace
@@ -10,11 +10,11 @@ from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.faults.conftest import Reference
 from tests.faults.harness import (
-    LOSE,
     JobSpec,
     Outcome,
     Zygote,
     check_equal,
+    lose_nodes,
     open_launcher,
     started,
 )
@@ -29,10 +29,12 @@ SPEC = JobSpec(nodes=4, steps=10, dump="last", respawn=10)
 
 
 def lose_and_join(
-    spec: JobSpec, slots: list[int], *, zygote: Zygote, data: Path, directory: Path
+    spec: JobSpec, nodes: list[int], *, zygote: Zygote, data: Path, directory: Path
 ) -> Outcome:
-    """Run a job that loses supervisors in step 3 and is joined by as many; its outcome."""
-    sabotage = LOSE.format(slots=slots, last=slots[-1], key="supervisor_pid") + spec.sabotage
+    """Run a job that loses nodes in step 3 and is joined by one with as many workers."""
+    width = spec.nproc // spec.nodes
+    slots = [slot for slot in range(spec.nproc) if slot // width in nodes]
+    sabotage = lose_nodes(spec, nodes) + spec.sabotage
     spec = replace(spec, sabotage=sabotage)
     started_s = time.monotonic()
     with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
@@ -43,17 +45,15 @@ def lose_and_join(
         ):
             assert time.monotonic() < deadline_s, (directory / "output").read_text()[-3000:]
             time.sleep(0.02)  # the file is all that a running job shows
-        contact = next(one for one in read_addresses(directory) if one.slot not in slots)
+        contact = next(one for one in read_addresses(directory) if one.node not in nodes)
         place = [f"--join={contact}", f"--nproc-per-node={len(slots)}"]
         joiner = open_launcher(spec, place, zygote=zygote, data=data, directory=directory)
         launchers.append(joiner)
         codes = [launcher.wait(LIMIT_S) for launcher in launchers]
     output = (directory / "output").read_text()
-    width = spec.nproc // spec.nodes
-    lost_nodes = {slot // width for slot in slots} if width == 1 else set()
-    assert [bool(code) for code in codes] == [node in lost_nodes for node in range(len(codes))], (
-        output[-4000:]
-    )
+    assert [bool(code) for code in codes] == [node in nodes for node in range(len(codes))], output[
+        -4000:
+    ]
     seconds = time.monotonic() - started_s
     return Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=seconds)
 
@@ -61,8 +61,8 @@ def lose_and_join(
 def lose_with_standby(
     spec: JobSpec, slot: int, *, zygote: Zygote, data: Path, directory: Path
 ) -> Outcome:
-    """Run a job with an idle supervisor a node; one of the others is lost in step 3."""
-    lose = LOSE.format(slots=[slot], last=slot, key="supervisor_pid")
+    """Run a job with an idle place a node; one of the nodes is lost in step 3."""
+    lose = lose_nodes(spec, [slot])
     spec = replace(spec, sabotage=lose + spec.sabotage, launcher=("--standby=1",))
     started_s = time.monotonic()
     with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
@@ -84,7 +84,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(
     check_equal(run, reference(replace(run.spec, launcher=())))
     assert entered(run) == [(slot, 1)]
     assert last_ranks(run) == [0, 1, 2, 3]
-    assert len(run.events("supervisor_admitted")) == 1
+    assert len(run.events("node_admitted")) == 1
     assert read_addresses(tmp_path) == []
 
 
@@ -116,11 +116,11 @@ def test_a_newcomer_of_a_lost_node_dies_on_its_way_in(
 
 @proves(Kind.NODE_RETURN, Promise.EQUAL)
 @pytest.mark.slow
-def test_two_lost_supervisors_of_tp_pp_dp_come_back(
+def test_two_lost_nodes_of_tp_pp_dp_come_back(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
     # Once one of them asks to be let in, the other comes after the next step.
-    spec = replace(TP2_PP2_DP2, steps=10, dump="last", respawn=10, awaits=((6, 1), (8, 2)))
+    spec = replace(TP2_PP2_DP2, nodes=8, steps=10, dump="last", respawn=10, awaits=((6, 1), (8, 2)))
     run = lose_and_join(spec, [1, 6], zygote=zygote, data=data, directory=tmp_path)
     check_equal(run, reference(run.spec))
     assert sorted(entered(run)) == [(1, 1), (6, 1)]

@@ -1,6 +1,5 @@
 """A worker that is told to go leaves between two steps: nothing is replayed, nothing is lost."""
 
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.observer.run import read_run
-from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
 from tests.faults.test_signals import LIMIT_S, wait_for_step
@@ -16,7 +14,7 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # After they were told, others may be told too for a second, before the first of them leaves.
-SPEC = JobSpec(steps=60, dump="last", respawn=10)
+SPEC = JobSpec(nodes=4, steps=60, dump="last", respawn=10)
 TOLD = "told"
 # Step 6 begins once the test has told whom to go: the others have many steps left then.
 UNTIL_TOLD = f"""
@@ -35,20 +33,13 @@ GuardedSteps.begin = wait
 """
 
 
-def supervisor_of(directory: Path, slot: int) -> int:
-    """The process id of a worker's supervisor."""
-    started = [e for e in read_lines(directory / EVENTS_FILE) if e["kind"] == "worker_started"]
-    pid: int = next(e["supervisor_pid"] for e in started if e["slot"] == slot)
-    return pid
-
-
 @proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("slots", "number"),
     sampled([((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)], share=2),
     ids=str,
 )
-def test_a_worker_that_is_told_to_go_leaves_between_two_steps(
+def test_a_node_that_is_told_to_go_leaves_between_two_steps(
     zygote: Zygote,
     data: Path,
     tmp_path: Path,
@@ -57,18 +48,22 @@ def test_a_worker_that_is_told_to_go_leaves_between_two_steps(
     number: signal.Signals,
 ) -> None:
     held = replace(SPEC, sabotage=UNTIL_TOLD)
-    with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+    with started(held, zygote=zygote, data=data, directory=tmp_path) as launchers:
         wait_for_step(tmp_path, 3)
-        for slot in slots:
-            os.kill(supervisor_of(tmp_path, slot), number)
+        for node in slots:
+            launchers[node].send_signal(number)
         (tmp_path / TOLD).touch()
-        code = launcher.wait(LIMIT_S * 3)
+        codes = [launcher.wait(LIMIT_S * 3) for launcher in launchers]
+    assert [code for node, code in enumerate(codes) if node in slots] == [
+        128 + number for _ in slots
+    ]
+    (code,) = {code for node, code in enumerate(codes) if node not in slots}
     output = (tmp_path / "output").read_text()
     run = Outcome(spec=SPEC, directory=tmp_path, returncode=code, output=output, seconds=0)
     check_equal(run, reference(replace(SPEC, respawn=0)))
     left = run.events("view_committed")[-1]
     assert sorted(left["ranks"]) == sorted({0, 1, 2, 3} - set(slots))
-    assert f"told to end by {number.name}" in left["reason"]
+    assert "told to end by SIGTERM" in left["reason"]
     ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
     assert {(slot, "exit code 0") for slot in slots} <= ended
     # Every step was computed once.

@@ -63,11 +63,11 @@ def test_who_was_given_up_comes_back_when_the_network_heals(
     # While they were apart it stayed out, and said of whom it hears nothing.
     assert 0.0 < entered["time_s"] - healed["time_s"] < BACK_WITHIN_S
     out = parted.run.events("unreached")
-    assert [one["members"] for one in out if one["slot"] == lost] == [[5 - lost], []]
+    assert [one["nodes"] for one in out if one["slot"] == lost] == [[5 - lost], []]
     assert "reaches all members again" in parted.run.output
-    # So did the supervisors, and when they heard each other again.
+    # So did the agents, and when they heard each other again.
     for kind in ("unheard", "heard_again"):
-        told = {(one["slot"], one["peer"]) for one in parted.run.events(kind)}
+        told = {(one["node"], one["peer"]) for one in parted.run.events(kind)}
         assert told == {(2, 3), (3, 2)}
     assert "nothing of node 2 is heard here" in parted.run.output
     assert "node 2 is heard here again" in parted.run.output

@@ -127,7 +127,7 @@ def test_a_kill_in_a_save_without_a_return(
 def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
     zygote: Zygote, data: Path, tmp_path: Path, undisturbed: dict[str, tuple[Outcome, Path]]
 ) -> None:
-    """Ten times, at a random moment of a save: every process of the job, the supervisors too."""
+    """Ten times, at a random moment of a save: every process of the job, the agents too."""
     dice = random.Random(42)
     _, reference_saves = undisturbed["dp4"]
     for number in range(10):
@@ -156,7 +156,7 @@ def kill_all(launcher: int, directory: Path) -> None:
     """SIGKILL every process of a job; all are stopped first, so that none acts, or starts another.
 
     Trainers are forked by the zygote, and lead the processes that write for them. What has lost its
-    supervisor is killed by others, so that all are known before the first one is killed.
+    agent is killed by others, so that all are known before the first one is killed.
     """
     stopped: list[psutil.Process] = []
     for _ in range(2):  # one that ran on may have started another, as long as it was not stopped

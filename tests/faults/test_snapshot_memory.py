@@ -11,12 +11,12 @@ from tests.proofs import Kind, Promise, proves
 MIB = 2**20
 SEEN = "snapshot_memory_seen"
 LOSS = 4
-# Whenever all copies of a step are where they have to be, each worker looks at all supervisors.
+# Whenever all copies of a step are where they have to be, each worker looks at all agents.
 LOOK = f"""
 import json, os
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 wait = StateKeeper.await_copies
-def memory_of(slot, pid):
+def memory_of(pid, *kinds):
     found = {{}}
     for number in os.listdir(f"/proc/{{pid}}/fd"):
         path = f"/proc/{{pid}}/fd/{{number}}"
@@ -24,16 +24,17 @@ def memory_of(slot, pid):
             name, state = os.readlink(path), os.stat(path)
         except FileNotFoundError:
             continue  # closed meanwhile
-        if name.startswith((f"/memfd:elaswave-{{slot}}-", "/memfd:elaswave-copy-of-")):
+        if name.startswith(tuple(f"/memfd:elaswave {{kind}} " for kind in kinds)):
             found[state.st_ino] = 512 * state.st_blocks
     return sum(found.values())
 def look(self):
     wait(self)
     events = self._phases._events
-    started = [json.loads(one) for one in open(events.path) if '"worker_started"' in one]
+    started = [json.loads(one) for one in open(events.path) if '"agent_started"' in one]
     for one in started:
-        taken = memory_of(one["slot"], one["supervisor_pid"])
-        events.emit({SEEN!r}, slot=one["slot"], step=self._phases.step, taken_bytes=taken)
+        taken, lost = memory_of(one["pid"], "slot", "copy"), memory_of(one["pid"], "slot 3")
+        sizes = {{"taken_bytes": taken, "of_the_lost_bytes": lost}}
+        events.emit({SEEN!r}, node=one["node"], step=self._phases.step, **sizes)
 StateKeeper.await_copies = look
 """
 # A capsule beyond its room in all of them.
@@ -60,8 +61,8 @@ def said(run: Outcome) -> tuple[float, float]:
 
 
 def seen_before_a_loss(run: Outcome) -> float:
-    """The most that a supervisor had, once both buffers of all were written to."""
-    return max(one["taken_bytes"] for one in run.events(SEEN) if 1 < one["step"] < LOSS)
+    """The most that a node had for each worker, once both buffers of all were written to."""
+    return max(one["taken_bytes"] for one in run.events(SEEN) if 1 < one["step"] < LOSS) / 2
 
 
 @proves(Kind.KILL, Promise.GOES_ON, victim="3", moment="4:backward")
@@ -73,8 +74,9 @@ def test_what_is_printed_is_what_is_used(run: Launch) -> None:
     before = seen_before_a_loss(survived)
     assert in_use - 0.1 * MIB <= before <= in_use + 4 * CAPSULE_ROOM_BYTES
     # One on the second node is left, and holds the copies of both of the first.
-    most = max(one["taken_bytes"] for one in survived.events(SEEN))
-    assert {one["slot"] for one in survived.events(SEEN) if one["taken_bytes"] == most} == {2}
+    seen = [(e["taken_bytes"] - e["of_the_lost_bytes"], e["node"]) for e in survived.events(SEEN)]
+    most, node = max(seen)
+    assert node == 1
     assert most > 1.5 * before
     # Of its six buffers, each has room for a larger capsule, and for a larger record.
     assert at_most - 6 * (CAPSULE_ROOM_BYTES + 2**16) - 0.1 * MIB <= most <= at_most + 0.1 * MIB

@@ -17,7 +17,7 @@ from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.proofs import Kind, Promise, proves
 
-ENDLESS: JobSpec = replace(PP2_DP2, steps=100_000, dump="never")
+ENDLESS: JobSpec = replace(PP2_DP2, nodes=4, steps=100_000, dump="never")
 # A replacement that has built all asks to be let in once a file is there: until then it builds.
 BUILDS_UNTIL_SEEN = """
 import pathlib, time
@@ -54,23 +54,27 @@ def survivors_have_sealed(status: Status) -> bool:
 def test_the_status_of_a_pipeline_before_and_after_a_kill(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:
-    with started(ENDLESS, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
+    with started(ENDLESS, zygote=zygote, data=data, directory=tmp_path) as launchers:
         wait_for_step(tmp_path, 3)
         before = ask_job(find_job(tmp_path, None), LIMIT_S)
         os.kill(before["workers"][1]["trainer_pid"], signal.SIGKILL)
         after = ask_until(tmp_path, survivors_have_sealed)
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(LIMIT_S) == 143
+        for launcher in launchers:
+            launcher.send_signal(signal.SIGTERM)
+        assert [launcher.wait(LIMIT_S) for launcher in launchers] == 4 * [143]
     assert left_alive(pids_of(tmp_path), limit_s=LIMIT_S) == ()
-    assert list(tmp_path.glob("supervisor-*")) == []
+    assert list(tmp_path.glob("agent-*")) == []
     assert before["view"]["ranks"] == [0, 1, 2, 3]
     assert ParallelLayout.from_json(before["layout"]).widths == (2, 2)
     assert all(worker["step"] >= 3 for worker in before["workers"])
-    # A copy of each snapshot lies with the other worker of the same stage.
+    # A copy of each snapshot lies with the other worker of the same stage, on another node.
     holders = [[one["slot"] for one in w["snapshot"]["held_by"]] for w in before["workers"]]
     assert holders == [[1], [0], [3], [2]]
+    assert [(one["node"], one["life"], one["slots"]) for one in before["nodes"]] == [
+        (node, 0, [node]) for node in range(4)
+    ]
     assert after["view"]["ranks"] == [0, 2, 3]
-    assert after["view"]["reason"] == "worker 1 (node 0) exited: killed by SIGKILL"
+    assert after["view"]["reason"] == "worker 1 (node 1) exited: killed by SIGKILL"
     assert after["views"][-1]["reason"] == after["view"]["reason"]
     assert ParallelLayout.from_json(after["layout"]).widths == (1, 2)
     assert after["workers"][1]["suspicion"] == "killed by SIGKILL"

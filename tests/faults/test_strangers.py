@@ -55,19 +55,15 @@ def resources(directory: Path) -> dict[str, tuple[int, int, float]]:
     """Threads, sockets and MiB of each process of the job that lives."""
     found = {}
     for event in read_lines(directory / EVENTS_FILE):
-        if event["kind"] != "worker_started":
+        if event["kind"] not in ("worker_started", "agent_started"):
             continue
-        for key in ("pid", "supervisor_pid"):
-            try:
-                process = psutil.Process(event[key])
-                usage = (
-                    process.num_threads(),
-                    sockets(event[key]),
-                    process.memory_info().rss / 2**20,
-                )
-            except (psutil.Error, OSError):
-                continue
-            found[f"{key} of worker {event['slot']}"] = usage
+        pid = event["pid"]
+        try:
+            process = psutil.Process(pid)
+            usage = process.num_threads(), sockets(pid), process.memory_info().rss / 2**20
+        except (psutil.Error, OSError):
+            continue
+        found[f"process {pid}, {event['kind']}"] = usage
     return found
 
 

@@ -8,30 +8,36 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.faults.conftest import Reference
-from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, started
+from tests.faults.harness import (
+    JobSpec,
+    Outcome,
+    Zygote,
+    check_equal,
+    processes_of,
+    started,
+)
 from tests.faults.test_signals import LIMIT_S, wait_for_step
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 SPEC = JobSpec(nproc=4, nodes=4, steps=20, dump="last")
-# Longer than a hang may take, and than a supervisor may be silent.
+# Longer than a hang may take, and than an agent may be silent.
 SUSPENDED_S = 5.0
 
 
 @proves(Kind.SUSPEND, Promise.EQUAL)
 @pytest.mark.parametrize(
-    "who", sampled([(("pid",),), (("supervisor_pid", "pid"),)], share=1), ids=["trainers", "all"]
+    "everything", sampled([(False,), (True,)], share=1), ids=["trainers", "all"]
 )
 def test_a_suspended_job_goes_on_with_everyone(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, who: tuple[str, ...]
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, everything: bool
 ) -> None:
     with started(SPEC, zygote=zygote, data=data, directory=tmp_path) as launchers:
         wait_for_step(tmp_path, 3)
-        begun = [e for e in read_lines(tmp_path / EVENTS_FILE) if e["kind"] == "worker_started"]
-        pids = [event[key] for key in who for event in begun]
-        assert len(pids) == 4 * len(who)
+        of_nodes = [processes_of(tmp_path, node=node) for node in range(4)]
+        pids = [pid for some in of_nodes for pid in (some if everything else some[2:])]
+        assert len(pids) == (12 if everything else 4)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(SUSPENDED_S)

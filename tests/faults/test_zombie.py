@@ -11,7 +11,15 @@ import pytest
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, left_alive, started
+from tests.faults.harness import (
+    JobSpec,
+    Outcome,
+    Zygote,
+    check_equal,
+    left_alive,
+    processes_of,
+    started,
+)
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
 from tests.proofs import Kind, Promise, proves
@@ -77,7 +85,7 @@ Undead = Callable[..., tuple[Outcome, float]]
 
 @pytest.fixture
 def undead(zygote: Zygote, data: Path, tmp_path: Path) -> Undead:
-    """Has a worker stop, with its supervisor, until the others are without it, and go on."""
+    """Has a worker stop, with all of its node, until the others are without it, and go on."""
 
     def run(spec: JobSpec, slot: int) -> tuple[Outcome, float]:
         with started(spec, zygote=zygote, data=data, directory=tmp_path) as launchers:
@@ -92,8 +100,7 @@ def undead(zygote: Zygote, data: Path, tmp_path: Path) -> Undead:
                     time.sleep(0.02)  # the file is all that a running job shows
 
             wait_for("worker_started", slot=slot)
-            begun = next(e for e in seen if e["kind"] == "worker_started" and e["slot"] == slot)
-            pids = begun["pid"], begun["supervisor_pid"]
+            pids = processes_of(tmp_path, node=slot)
             if spec.sabotage:
                 wait_for("stops")
             for pid in pids:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.supervisor.jobs import environment
+from tests.agent.jobs import environment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""The progress page: what a trainer writes is what a supervisor reads, and it costs little."""
+"""The progress page: what a trainer writes is what a agent reads, and it costs little."""
 
 import os
 import subprocess
@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from elaswave_plugin import phase
+from elaswave_plugin.agent.trainer_session import TrainerSession
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
 from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
@@ -22,13 +23,12 @@ from elaswave_plugin.ipc.progress_page import (
     create_page,
     page_of,
 )
-from elaswave_plugin.supervisor.trainer_session import TrainerSession
 from tests.job_secret import SECRET
 
 
 @pytest.fixture
 def fd() -> Iterator[int]:
-    """A page as the supervisor makes it."""
+    """A page as the agent makes it."""
     number = create_page()
     yield number
     os.close(number)
@@ -36,7 +36,7 @@ def fd() -> Iterator[int]:
 
 @pytest.fixture
 def pages(fd: int) -> Iterator[tuple[ProgressPage, ProgressPage]]:
-    """The trainer's and the supervisor's mapping of a page."""
+    """The trainer's and the agent's mapping of a page."""
     both = ProgressPage(fd), ProgressPage(fd)
     yield both
     for page in both:
@@ -52,25 +52,25 @@ def read(page: ProgressPage) -> Sample:
 def test_a_page_says_nothing_before_its_trainer_began(
     pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
-    trainer, supervisor = pages
-    assert supervisor.sample(slot=3) is None
+    trainer, agent = pages
+    assert agent.sample(slot=3) is None
     trainer.begin(incarnation=2)
-    sample = read(supervisor)
+    sample = read(agent)
     assert (sample.slot, sample.incarnation, sample.waits_for) == (3, 2, NOBODY)
     assert sample.limit_s == UNKNOWN_LIMIT_S
 
 
 def test_what_is_written_is_read(pages: tuple[ProgressPage, ProgressPage]) -> None:
-    trainer, supervisor = pages
+    trainer, agent = pages
     trainer.begin(incarnation=0)
     trainer.set_place(epoch=4, step=17)
     trainer.count_operation()
     trainer.enter("forward", 2.5)
     with trainer.waiting(COMMIT):
-        sample = read(supervisor)
+        sample = read(agent)
         assert (sample.epoch, sample.step, sample.operations) == (4, 17, 1)
         assert (sample.phase, sample.limit_s, sample.waits_for) == ("forward", 2.5, COMMIT)
-    assert read(supervisor).waits_for == NOBODY
+    assert read(agent).waits_for == NOBODY
 
 
 class Preempted:
@@ -92,10 +92,10 @@ def test_a_worker_that_goes_on_while_it_is_looked_at_is_not_late(
     pages: tuple[ProgressPage, ProgressPage], what: str, looks: int
 ) -> None:
     """After a long wait: the time of one moment is not judged by what was written in the next."""
-    trainer, supervisor = pages
+    trainer, agent = pages
     trainer.begin(incarnation=0)
     long_ago = time.monotonic_ns() - 60 * 10**9
-    words = supervisor._words
+    words = agent._words
 
     def go_on() -> None:
         if what == "announced":
@@ -112,10 +112,10 @@ def test_a_worker_that_goes_on_while_it_is_looked_at_is_not_late(
     if what == "waiting":
         trainer.waits_for(5)
     words[0] = long_ago
-    seen: Any = supervisor
+    seen: Any = agent
     seen._words = Preempted(words, looks, go_on)
     try:
-        sample = read(supervisor)
+        sample = read(agent)
     finally:
         seen._words = words
     assert not sample.is_late or sample.waits_for == 5
@@ -124,38 +124,38 @@ def test_a_worker_that_goes_on_while_it_is_looked_at_is_not_late(
 def test_a_standstill_is_counted_from_the_last_change(
     pages: tuple[ProgressPage, ProgressPage],
 ) -> None:
-    trainer, supervisor = pages
+    trainer, agent = pages
     trainer.begin(incarnation=0)
     time.sleep(0.2)
-    assert 0.2 <= read(supervisor).stalled_s < 5.0
+    assert 0.2 <= read(agent).stalled_s < 5.0
     trainer.touch()
-    assert read(supervisor).stalled_s < 0.2
+    assert read(agent).stalled_s < 0.2
 
 
 def test_what_a_reader_missed_does_not_count(pages: tuple[ProgressPage, ProgressPage]) -> None:
-    trainer, supervisor = pages
+    trainer, agent = pages
     trainer.begin(incarnation=0)
     time.sleep(0.2)
-    sample = supervisor.sample(slot=0, awake_s=time.monotonic())
+    sample = agent.sample(slot=0, awake_s=time.monotonic())
     assert sample is not None
     assert sample.stalled_s < 0.1
 
 
 def test_announced_phases_are_nested(pages: tuple[ProgressPage, ProgressPage]) -> None:
-    trainer, supervisor = pages
+    trainer, agent = pages
     trainer.begin(incarnation=0)
     trainer.enter("data", 2.0)
     names = [f"phase {number}" for number in range(9)]
     for name in names:
         trainer.announce(name)
-    assert read(supervisor).phase == names[-1]
-    assert read(supervisor).limit_s == ANNOUNCED_LIMIT_S
+    assert read(agent).phase == names[-1]
+    assert read(agent).limit_s == ANNOUNCED_LIMIT_S
     for _ in names[1:]:
         trainer.end_announced()
-    assert supervisor.announced == names[0]
+    assert agent.announced == names[0]
     trainer.end_announced()
     trainer.end_announced()
-    assert (read(supervisor).phase, read(supervisor).limit_s) == ("data", 2.0)
+    assert (read(agent).phase, read(agent).limit_s) == ("data", 2.0)
 
 
 def test_a_script_announces_its_phases(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,30 +215,30 @@ def barrier(table: LinkTable, rank: int) -> Operation:
 
 
 def test_a_link_table_says_for_whom_it_waits(pages: tuple[ProgressPage, ProgressPage]) -> None:
-    trainer, supervisor = pages
+    trainer, agent = pages
     trainer.begin(incarnation=0)
     left, right = LinkTable(0, progress=trainer, secret=SECRET), LinkTable(1, secret=SECRET)
     for table in (left, right):
         table.open_epoch(1, {0: left.address, 1: right.address})
     operation = barrier(left, 0)
-    assert (read(supervisor).operations, read(supervisor).waits_for) == (1, NOBODY)
+    assert (read(agent).operations, read(agent).waits_for) == (1, NOBODY)
     waiter = threading.Thread(target=left.wait, args=(operation,))
     waiter.start()
     deadline_s = time.monotonic() + 10.0
-    while read(supervisor).waits_for != 1:
+    while read(agent).waits_for != 1:
         assert time.monotonic() < deadline_s
     right.wait(barrier(right, 1))
     waiter.join(10.0)
     assert operation.done
-    assert read(supervisor).waits_for == NOBODY
+    assert read(agent).waits_for == NOBODY
     left.close()
     right.close()
 
 
 def test_one_that_seals_nothing_is_known_to_have_come_further() -> None:
     """Deaths of a worker without a place, at different steps, are none at one and the same."""
-    page, nobody = ProgressPage(), cast(Any, None)
-    session = TrainerSession(incarnation=1, process=nobody, sock=nobody, page=page)
+    page = ProgressPage()
+    session = TrainerSession(slot=0, incarnation=1, page=page)
     assert session.reached(4) == 4
     page.begin(1)
     page.set_place(step=9)

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.agent.snapshot_server import SnapshotServer, listen_for_data
+from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.communicator.links.listeners import Listeners
 from elaswave_plugin.ipc.handshake import ANSWER_BYTES, Dialling, Kind
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Channel, receive_frame, send_frame
 from elaswave_plugin.launch.preflight import OWN_DESCRIPTORS
-from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
-from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
+from tests.agent.jobs import LAUNCH, environment
+from tests.agent.serving import NamedMemory
 from tests.job_secret import SECRET
-from tests.supervisor.jobs import LAUNCH, environment
 
 BEYOND_SELECT = 1100
 SHORT_S = 0.3
@@ -63,9 +64,9 @@ def test_a_channel_with_a_high_number_is_drained() -> None:
 
 
 def test_a_server_without_descriptors_serves_again_once_there_are_some() -> None:
-    server = SnapshotServer(
-        SnapshotStore(3), "127.0.0.1", {"ask": lambda request: {"t": "told"}}, secret=SECRET
-    )
+    answers = {"ask": lambda request: {"t": "told"}}
+    store, listeners = SnapshotStore(NamedMemory()), listen_for_data("127.0.0.1")
+    server = SnapshotServer(store, listeners, answers, secret=SECRET)
     server.start()
     host, _, port = server.address.rpartition(":")
     # An accept that waits has its descriptor already: the first one may still be let in.
@@ -82,7 +83,6 @@ def test_a_server_without_descriptors_serves_again_once_there_are_some() -> None
         second.sendall(opening.answered(second.recv(ANSWER_BYTES, socket.MSG_WAITALL)))
         send_frame(second, {"t": "ask"})
         assert receive_frame(second, LONG_S) == {"t": "told"}
-    server.close()
 
 
 def test_doors_without_descriptors_let_in_later() -> None:

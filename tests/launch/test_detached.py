@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.jobs import LAUNCH, environment
 from tests.launch.test_torchrun import torchrun
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
-from tests.supervisor.jobs import LAUNCH, environment
 
 WAIT_S = 60.0
 TRAINS = "trains without elaswave, and no loss will be survived"
@@ -55,7 +55,7 @@ def launch(folder: Path, script: str, *command: str) -> "subprocess.Popen[str]":
 
 
 def said(folder: Path) -> list[str]:
-    """Return what the launcher and its supervisors have said."""
+    """Return what the launcher and its agent have said."""
     lines = (folder / "errors").read_text().splitlines()
     return [line for line in lines if line.startswith("elaswave: worker")]
 

@@ -1,4 +1,4 @@
-"""Supervisors that take the places of lost ones: `elaswave run --join`, and what it refuses."""
+"""Nodes that take the places of lost ones: `elaswave run --join`, and what it refuses."""
 
 import os
 import signal
@@ -9,33 +9,33 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.agent.peers.same_program import describe_program, difference
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.cli.status import addresses_in, ask_job
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.ipc.environment import Program
-from elaswave_plugin.supervisor.peers.same_program import describe_program, difference
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from elaswave_plugin.version import __version__
+from tests.agent.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
-from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
 
-def address_of(job: Job, slot: int) -> str:
-    """Return the address at which the supervisor of a slot answers."""
-    return next(str(one) for one in read_addresses(job.run_dir) if one.slot == slot)
+def address_of(job: Job, node: int) -> str:
+    """Return the address at which the agent of a node answers."""
+    return next(str(one) for one in read_addresses(job.run_dir) if one.node == node)
 
 
-def lose(job: Job, slot: int, rest: list[int], epoch: int = 2) -> None:
-    """Kill a supervisor, and its trainer with it, and wait until the others have agreed."""
-    job.kill_supervisor(slot)
+def lose(job: Job, node: int, rest: list[int], epoch: int = 2) -> None:
+    """Kill the guardian of a node, and all of the node with it, until the others have agreed."""
+    job.launchers[node].kill()
     job.all("commit", rest, epoch=epoch)
 
 
 def join(job: Job, contact: int, *options: str) -> int:
-    """Start a launcher that joins by way of a supervisor; its number."""
+    """Start a launcher that joins by way of a node's agent; its number, which is its node's too."""
     job.launch(f"--join={address_of(job, contact)}", *options)
     return len(job.launchers) - 1
 
@@ -51,7 +51,7 @@ def let_in(job: Job, slot: int, rest: list[int], epoch: int) -> list[object]:
 
 @proves(Kind.NODE_RETURN, Promise.GOES_ON)
 @pytest.mark.parametrize("victim", sampled([0, 2], share=1))
-def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
+def test_a_lost_node_comes_back(tmp_path: Path, victim: int) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         rest = [slot for slot in range(3) if slot != victim]
         for slot in rest:
@@ -63,22 +63,21 @@ def test_a_lost_supervisor_comes_back(tmp_path: Path, victim: int) -> None:
         assert detached["job_constants"]["run_id"] == "fox"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "ELASWAVE_INCARNATION")
         assert [detached["env"][name] for name in names] == [str(victim), "0", "3", "3", "1"]
+        assert number == 3
         assert let_in(job, victim, rest, 3) == [0, 1, 2]
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)["view"]
         assert shown["nodes"] == [3 if slot == victim else slot for slot in range(3)]
         # It is a node as any other now: with it, two of three are a majority.
-        job.kill_supervisor(rest[1])
         last = sorted([victim, rest[0]])
-        job.all("commit", last, epoch=4)
+        lose(job, rest[1], last, epoch=4)
         assert job.finish(last, launcher=number) == 0
         assert job.code(rest[0]) == 0
     assert read_addresses(job.run_dir) == []
-    assert [event["slot"] for event in job.events("supervisor_admitted")] == [victim]
+    assert [event["slots"] for event in job.events("node_admitted")] == [[victim]]
 
 
 @proves(Kind.LEAVE, Promise.ENDS_WELL)
 def test_a_newcomer_that_leaves_as_it_was_told_to_ends_well(tmp_path: Path) -> None:
-    """It is of the leader's node, which kills supervisors that are gone to be sure of it."""
     with Job(tmp_path, 2).start("--reserve=1") as job:
         number = join(job, 0)
         job.one("detached", 2)
@@ -93,17 +92,15 @@ def test_a_newcomer_that_leaves_as_it_was_told_to_ends_well(tmp_path: Path) -> N
         assert job.finish([0, 1]) == 0
 
 
-@proves(Kind.NODE_RETURN, Promise.GOES_ON, victim="1 3")
-def test_two_come_at_once_to_one_node(tmp_path: Path) -> None:
-    with Job(tmp_path, 4, TINY_READY="told").start() as job:
-        job.kill_supervisor(1, 3)
-        while job.one("commit", 0)["ranks"] not in ([0, 2], [2, 0]):
-            pass
+@proves(Kind.NODE_RETURN, Promise.GOES_ON, victim="1")
+def test_two_come_at_once_with_one_node(tmp_path: Path) -> None:
+    with Job(tmp_path, 4, TINY_READY="told").start(nodes=2) as job:
+        lose(job, 1, [0, 1])
         number = join(job, 0, "--nproc-per-node=2")
-        job.all("detached", [1, 3])
+        job.all("detached", [2, 3])
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)
-        assert [worker["node"] for worker in shown["workers"]] == [0, 0, 0, 0]
-        for slot in (0, 2):
+        assert [worker["node"] for worker in shown["workers"]] == [0, 0, 2, 2]
+        for slot in (0, 1):
             job.tell(slot, "finish")
         assert job.code() == 0
         assert job.code(number) == 0
@@ -133,7 +130,7 @@ sys.exit(launch.main(sys.argv[1:]))
 def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -> None:
     """The second one takes another slot, where one is left."""
     with Job(tmp_path, 2, TINY_READY="told").start(f"--reserve={reserve}") as job:
-        late = [f"--join={address_of(job, 1)}", f"--dir={job.run_dir}", str(TRAINER)]
+        late = [f"--join={address_of(job, 0)}", f"--dir={job.run_dir}", str(TRAINER)]
         job.launch(command=[sys.executable, "-c", LATE.format(folder=tmp_path), *late])
         second = len(job.launchers) - 1
         deadline_s = time.monotonic() + WAIT_S
@@ -145,7 +142,7 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
         (tmp_path / "taken").touch()
         if reserve == 1:
             assert job.code(second) == EXIT_REQUEUE
-            assert "worker 2 does not join: worker 2 has a supervisor again" in job.output(second)
+            assert "does not join: others have taken the free slots" in job.output(second)
         else:
             env = job.one("detached", 3)["env"]
             assert [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "0", "2"]
@@ -156,16 +153,18 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
 
 
 @proves(Kind.NEWCOMER, Promise.GOES_ON)
-@pytest.mark.parametrize("what", sampled(["trainer", "supervisor"], share=1))
+@pytest.mark.parametrize("what", sampled(["trainer", "guardian"], share=1))
 def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         lose(job, 2, [0, 1])
         number = join(job, 1)
         job.one("detached", 2)
         job.one("ring", 2, epoch=3)
-        started = job.events("worker_started")[-1]
-        os.kill(started["pid" if what == "trainer" else "supervisor_pid"], signal.SIGKILL)
-        assert job.code(number) == 1
+        if what == "trainer":
+            os.kill(job.events("worker_started")[-1]["pid"], signal.SIGKILL)
+            assert job.code(number) == 1
+        else:
+            job.launchers[number].kill()
         # The others go on as they were, and the slot is free again.
         job.all("commit", [0, 1], epoch=4)
         join(job, 0)
@@ -175,19 +174,60 @@ def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
         assert job.finish([0, 1, 2]) == 0
 
 
+@proves(Kind.NEWCOMER, Promise.GOES_ON)
+def test_the_agent_of_a_newcomer_dies_before_it_enters(tmp_path: Path) -> None:
+    """Another one goes on for it."""
+    with Job(tmp_path, 3).start(nodes=3) as job:
+        lose(job, 2, [0, 1])
+        number = join(job, 1)
+        job.one("detached", 2)
+        job.one("ring", 2, epoch=3)
+        os.kill(job.events("worker_started")[-1]["agent_pid"], signal.SIGKILL)
+        assert let_in(job, 2, [0, 1], 3) == [0, 1, 2]
+        assert job.finish([0, 1, 2]) == 0 and job.code(number) == 0
+        assert [event["life"] for event in job.events("agent_started")][-1] == 1
+
+
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
+@pytest.mark.parametrize("life", [0, 1])
+def test_the_worker_of_a_node_that_came_later_is_started_again(tmp_path: Path, life: int) -> None:
+    """Also by the next agent of the node, which knows what the job has told the one before."""
+    with Job(tmp_path, 3, TINY_RESPAWN="1").start(nodes=3) as job:
+        lose(job, 2, [0, 1])
+        number = join(job, 1)
+        pid = job.one("started", 2)["pid"]
+        assert let_in(job, 2, [0, 1], 3) == [0, 1, 2]
+        if life:
+            os.kill(job.events("worker_started")[-1]["agent_pid"], signal.SIGKILL)
+            job.said("another one goes on", number)
+        os.kill(pid, signal.SIGKILL)
+        job.all("commit", [0, 1], epoch=4)
+        job.one("detached", 2)
+        detached = job.one("detached", 2)
+        names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "ELASWAVE_INCARNATION")
+        assert [detached["env"][name] for name in names] == ["2", "3", "3", "0", "2"]
+        for slot in (0, 1):
+            job.tell(slot, "step 2")
+        job.all("commit", [0, 1, 2], epoch=5)
+        assert job.finish([0, 1, 2]) == 0
+        assert job.code(number) == 0
+
+
 @proves(Kind.ZOMBIE, Promise.GOES_ON)
 def test_a_zombie_has_no_part_in_the_job_of_its_successor(tmp_path: Path) -> None:
     with Job(tmp_path, 3).start("--heartbeat-timeout-s=2", "--quorum-wait-s=0.5", nodes=3) as job:
-        job.stop_supervisor(2)
+        job.launchers[2].send_signal(signal.SIGSTOP)  # else it starts another agent
+        job.stop_agent(2)
         job.all("commit", [0, 1], epoch=2)
         number = join(job, 1)
         job.one("detached", 2)
         assert let_in(job, 2, [0, 1], 3) == [0, 1, 2]
-        os.kill(job.supervisors[2], signal.SIGCONT)
-        assert job.ended(job.supervisors[2])
+        os.kill(job.agents[2], signal.SIGCONT)
+        job.launchers[2].send_signal(signal.SIGCONT)
+        assert job.ended(job.agents[2])
         assert job.code(2) == 1
         # What it leaves behind is not its successor's.
-        assert [one.slot for one in read_addresses(job.run_dir)] == [0, 1, 2]
+        assert [one.node for one in read_addresses(job.run_dir)] == [0, 1, number]
         shown = ask_job(addresses_in(job.run_dir), WAIT_S)
         assert shown["view"]["epoch"] == 3
         assert [worker["suspicion"] for worker in shown["workers"]] == [None, None, None]
@@ -241,8 +281,8 @@ def test_what_cannot_join_is_refused_in_a_sentence(tmp_path: Path) -> None:
         assert job.finish([1]) == 0
         nowhere = f"127.0.0.1:{free_port()}"
         said = refusal(job, f"--join={nowhere}", script)
-        assert f"--join is {nowhere}, where no supervisor of a job answers" in said
-        assert "wanted HOST:PORT of a supervisor" in refusal(job, "--join=there", script)
+        assert f"--join is {nowhere}, where no agent of a job answers" in said
+        assert "wanted HOST:PORT of an agent" in refusal(job, "--join=there", script)
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
@@ -283,7 +323,7 @@ def test_the_first_difference_of_two_command_lines_is_named() -> None:
 
 @proves(Kind.JOIN, Promise.GOES_ON)
 def test_a_newcomer_may_have_a_run_directory_of_its_own(tmp_path: Path) -> None:
-    """The settings of a script reach its supervisors: the job's has none of its own here."""
+    """The settings of a script reach its agents: the job's has none of its own here."""
     with Job(tmp_path, 2, TINY_READY="told") as job:
         command = [sys.executable, "-c", LAUNCH]
         there = [str(TRAINER), f"--elaswave-dir={job.run_dir}"]
@@ -333,17 +373,16 @@ def test_a_newcomer_takes_a_slot_of_the_reserve(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_standby_leaves_the_reserve_to_those_who_join(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start("--reserve=1", "--standby=1") as job:
-        assert len(shown_standbys(job, 1)) == 1
-        join(job, 0)
+        await_standby(job, {0: 1})
+        number = join(job, 0)
         job.one("detached", 2)
         assert let_in(job, 2, [0, 1], 2) == [0, 1, 2]
-        assert len(shown_standbys(job, 1)) == 1
+        await_standby(job, {0: 1})
         # From now on it is a slot like any other.
-        os.kill(job.events("worker_started")[-1]["supervisor_pid"], signal.SIGKILL)
-        job.all("commit", [0, 1], epoch=3)
+        lose(job, number, [0, 1], epoch=3)
         assert job.one("detached", 2)["env"]["ELASWAVE_INCARNATION"] == "2"
         assert let_in(job, 2, [0, 1], 4) == [0, 1, 2]
-        assert shown_standbys(job, 0) == []
+        await_standby(job, {})
         for slot in range(3):
             job.tell(slot, "finish")
         assert job.code() == 0
@@ -357,50 +396,62 @@ def test_nodes_that_disagree_on_the_reserve_do_not_start(tmp_path: Path) -> None
         job.launch("--node-rank=1", "--nnodes=2", port, "--reserve=1")
         assert job.code(1) == EXIT_CONFIGURATION
         said = job.output(1)
-        assert "its reserve is 1, that of worker 0 is 2: give every node the same" in said
+        assert "its reserve is 1, that of node 0 is 2: give every node the same" in said
 
 
 @proves(Kind.NODE_RETURN, Promise.GOES_ON)
 def test_a_standby_takes_a_slot_by_itself(tmp_path: Path) -> None:
-    with Job(tmp_path, 3) as job:
+    with Job(tmp_path, 4) as job:
         port = free_port()
-        for node, standby in enumerate((0, 2, 0)):
-            place = (f"--node-rank={node}", "--nnodes=3", f"--master-port={port}")
+        for node, standby in enumerate((0, 2, 0, 0)):
+            place = (f"--node-rank={node}", "--nnodes=4", f"--master-port={port}")
             job.launch(*place, f"--standby={standby}")
         job.joined()
-        assert [one["node"] for one in shown_standbys(job, 2)] == [1, 1]
-        lose(job, 1, [0, 2])
-        detached = job.one("detached", 1)
-        assert detached["env"]["LOCAL_RANK"] in ("1", "2")  # after the one worker of its node
-        assert let_in(job, 1, [0, 2], 3) == [0, 1, 2]
+        await_standby(job, {1: 2})
+        lose(job, 3, [0, 1, 2])
+        detached = job.one("detached", 3)
+        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ELASWAVE_INCARNATION")
+        # After the one worker of its node.
+        assert [detached["env"][name] for name in names] == ["3", "1", "1", "1"]
+        assert let_in(job, 3, [0, 1, 2], 3) == [0, 1, 2, 3]
         # One is left, and the next loss is made up for, too.
-        assert len(shown_standbys(job, 1)) == 1
-        lose(job, 0, [1, 2], epoch=4)
-        job.one("detached", 0)
-        for slot in (1, 2):
+        await_standby(job, {1: 1})
+        lose(job, 0, [1, 2, 3], epoch=4)
+        assert job.one("detached", 0)["env"]["LOCAL_RANK"] == "2"
+        for slot in (1, 2, 3):
             job.tell(slot, "step 2")
-        job.all("commit", [0, 1, 2], epoch=5)
-        for slot in range(3):
+        job.all("commit", [0, 1, 2, 3], epoch=5)
+        for slot in range(4):
             job.tell(slot, "finish")
-        # The exit code of a node is that of the supervisors that lived to the end.
-        assert [job.code(number) for number in range(3)] == [1, 0, 0]
+        assert [job.code(number) for number in (1, 2)] == [0, 0]
     assert read_addresses(job.run_dir) == []
 
 
-@proves(Kind.NOTHING, Promise.CLEAN)
-def test_an_idle_standby_ends_with_its_launcher(tmp_path: Path) -> None:
-    with Job(tmp_path, 2).start("--standby=2") as job:
-        for one in shown_standbys(job, 2):
-            job.watch(int(str(one["pid"])))
-        job.launchers[0].send_signal(signal.SIGKILL)
-        assert job.left(WAIT_S) == []
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
+def test_the_next_life_of_an_agent_has_its_idle_places_still(tmp_path: Path) -> None:
+    """And the worker that it had started in one of them."""
+    with Job(tmp_path, 3) as job:
+        port = free_port()
+        for node, standby in enumerate((2, 0, 0)):
+            place = (f"--node-rank={node}", "--nnodes=3", f"--master-port={port}")
+            job.launch(*place, f"--standby={standby}")
+        job.joined()
+        await_standby(job, {0: 2})
+        lose(job, 2, [0, 1])
+        job.one("detached", 2)
+        assert let_in(job, 2, [0, 1], 3) == [0, 1, 2]
+        job.kill_agent(0)
+        assert job.ended(job.agents[0])
+        await_standby(job, {0: 1})
+        for slot in range(3):
+            job.tell(slot, "finish")
+        assert [job.code(number) for number in (0, 1)] == [0, 0]
 
 
 @proves(Kind.NOTHING, Promise.CLEAN)
-def test_idle_standbys_end_with_the_job(tmp_path: Path) -> None:
+def test_idle_places_end_with_the_job(tmp_path: Path) -> None:
     with Job(tmp_path, 2).start("--standby=2") as job:
-        for one in shown_standbys(job, 2):
-            job.watch(int(str(one["pid"])))
+        await_standby(job, {0: 2})
         assert job.finish([0, 1]) == 0
         assert job.left(WAIT_S) == []
 
@@ -409,18 +460,17 @@ def test_idle_standbys_end_with_the_job(tmp_path: Path) -> None:
 def test_a_standby_that_was_not_needed_does_not_speak_for_its_node(tmp_path: Path) -> None:
     """Nobody was left to make up for the loss: the job has failed."""
     with Job(tmp_path, 1).start("--standby=1") as job:
-        shown_standbys(job, 1)
-        job.kill_supervisor(0)
+        await_standby(job, {0: 1})
+        job.kill(0)
         assert job.code() == 1
-        assert "no supervisor of node 0 lived to the end of the job" in job.output()
 
 
-def shown_standbys(job: Job, count: int) -> list[dict[str, object]]:
-    """The idle supervisors in the status, once there are so many."""
+def await_standby(job: Job, places: dict[int, int]) -> None:
+    """Until the status shows so many idle places of these nodes."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         found = ask_job(addresses_in(job.run_dir), WAIT_S)["standbys"]
-        if len(found) == count:
-            return list(found)
+        if {one["node"]: one["places"] for one in found} == places:
+            return
         assert time.monotonic() < deadline_s, found
         time.sleep(0.05)  # the status is all that shows them

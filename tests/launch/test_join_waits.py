@@ -1,32 +1,31 @@
 """A worker that joins waits for a slot that is about to be free, and for no job that is gone."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.peer import Peer
-from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.launch import join
-from elaswave_plugin.supervisor.peers.join_client import (
+from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.peers.rendezvous import RendezvousSpec
+from elaswave_plugin.agent.way_in import (
     Roster,
     SlotRefusedError,
     seek_admission,
 )
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.environment import Program
+from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.launch import join
 from tests.ports import free_port
 
-PEERS = [
-    Peer(slot=slot, node=slot, pid=slot, control="", data=f"h:{slot}", machine="m")
-    for slot in range(3)
-]
+ADDRESSES = {str(node): f"h:{node}" for node in range(3)}
 
 
-def roster(*, told: Sequence[int], lost: Sequence[int], ending: bool = False) -> Roster:
-    peers = [asdict(peer) for peer in PEERS]
-    return Roster(record={"peers": peers, "told_to_leave": told, "lost": lost, "ending": ending})
+def roster(*, told: Sequence[int], free: Sequence[int], ending: bool = False) -> Roster:
+    return Roster(
+        record={"addresses": ADDRESSES, "told_to_leave": told, "free": free, "ending": ending}
+    )
 
 
 class Clock:
@@ -67,9 +66,9 @@ def found(first: Roster, wanted: int = 1) -> Roster:
     return join._with_room(first, Secret.new(), wanted)
 
 
-FULL = roster(told=[], lost=[])
-LEAVING = roster(told=[2], lost=[])
-FREE = roster(told=[2], lost=[2])
+FULL = roster(told=[], free=[])
+LEAVING = roster(told=[2], free=[])
+FREE = roster(told=[], free=[2])
 
 
 def test_the_slot_of_a_worker_that_leaves_is_waited_for(
@@ -92,7 +91,7 @@ def test_a_worker_that_stays_is_not_waited_for_for_good(asked: list[Roster], clo
     [
         (FULL, 1),
         (LEAVING, 2),
-        (roster(told=[2], lost=[], ending=True), 1),
+        (roster(told=[2], free=[], ending=True), 1),
         (FREE, 1),
     ],
 )
@@ -105,16 +104,32 @@ def test_nothing_else_is_waited_for(
 
 @pytest.mark.timeout(20)
 def test_nobody_asks_a_job_that_is_gone() -> None:
-    contacts = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    with pytest.raises(SlotRefusedError, match="no supervisor of the job is there any more"):
-        seek_admission(PEERS[2], contacts, Secret.new(), timeout_s=60)
+    spec = AgentSpec(
+        rendezvous=RendezvousSpec(
+            node=3,
+            slots=(2,),
+            world_size=3,
+            host="",
+            ports=(),
+            job="",
+            timeout_s=60,
+            secret=Secret.new(),
+        ),
+        host="127.0.0.1",
+        program=Program(script="train.py", args=(), module=False),
+        envs=({},),
+        joins=tuple(f"127.0.0.1:{free_port()}" for _ in range(2)),
+        wanted=(2,),
+    )
+    with pytest.raises(SlotRefusedError, match="no agent of the job is there any more"):
+        seek_admission(spec, "127.0.0.1:1", life=0)
 
 
 def test_another_version_is_refused_before_its_answer_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its roster need not have what this version looks for."""
-    theirs = Roster(record={"peers": [], "program": {"version": "0.0.0"}})
+    theirs = Roster(record={"addresses": {}, "program": {"version": "0.0.0"}})
     monkeypatch.setattr(join, "ask_roster", lambda *_: theirs)
     monkeypatch.setattr(join, "secret_at", lambda *_: Secret.new())
     spec = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The timeouts of supervisors: set by an option or the environment, under every launcher."""
+"""The timeouts of agents: set by an option or the environment, under every launcher."""
 
 import argparse
 from pathlib import Path

@@ -1,14 +1,16 @@
 """Signals to all processes of a job, as from a scheduler or systemd, and the second of two."""
 
-import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.supervisor.jobs import WAIT_S, Job
+from tests.agent.jobs import TRAINER, WAIT_S, Job
+from tests.ports import free_port
+from tests.trainer.test_zygote import start_zygote
 
 SHARED = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -39,7 +41,7 @@ def test_trainers_end_their_work_though_all_are_signalled(
         for slot in range(2):
             job.tell(slot, "saves_last")
             job.tell(slot, "seal 1")
-        # A copy is acknowledged once the supervisor has read what its trainer said before.
+        # A copy is acknowledged once the agent has read what its trainer said before.
         job.all("copied", range(2), step=1)
         signal_all(job, number)
         for slot in range(2):
@@ -49,17 +51,75 @@ def test_trainers_end_their_work_though_all_are_signalled(
     assert [event["status"] for event in job.events("worker_exited")] == ["exit code 0"] * 2
 
 
-def test_a_second_signal_after_a_while_ends_it_at_once(tmp_path: Path) -> None:
-    with Job(tmp_path, 3).start() as job:
-        os.kill(job.supervisors[2], signal.SIGTERM)
-        await_notice(job, 2)
+@pytest.mark.parametrize("victim", [0, 2], ids=["guardian", "task"])
+def test_a_second_signal_after_a_while_ends_it_at_once(tmp_path: Path, victim: int) -> None:
+    """As a launcher signals the task of one worker: the others go on, beside that task."""
+    others = [slot for slot in range(3) if slot != victim]
+    with Job(tmp_path, 3) as job:
+        for command in tasks(job):
+            job.launch(command=command)
+        job.joined()
+        job.launchers[victim].terminate()
+        await_notice(job, victim)
         time.sleep(2.1)  # nearer to the first one it is the same one
-        os.kill(job.supervisors[2], signal.SIGTERM)
-        assert job.ended(job.pids[2])
-        assert [report["ranks"] for report in job.all("commit", [0, 1])] == [[0, 1]] * 2
-        assert job.finish([0, 1]) == 128 + signal.SIGTERM
-    (ended,) = [event for event in job.events("worker_exited") if event["slot"] == 2]
+        job.launchers[victim].terminate()
+        assert job.ended(job.pids[victim])
+        assert [report["ranks"] for report in job.all("commit", others)] == [others] * 2
+        assert job.finish(others) == 0
+        assert [job.code(number) for number in range(3)] == [0, 0, 0]
+    (ended,) = [event for event in job.events("worker_exited") if event["slot"] == victim]
     assert ended["status"] == "killed by SIGTERM"
+
+
+def test_tasks_that_are_all_signalled_have_time_to_end(tmp_path: Path) -> None:
+    with Job(tmp_path, 2) as job:
+        for command in tasks(job):
+            job.launch(command=command)
+        job.joined()
+        for slot in range(2):
+            job.tell(slot, "saves_last")
+        job.all("saves_last", range(2))
+        for process in job.launchers:
+            process.terminate()
+        for slot in range(2):
+            await_notice(job, slot)
+        job.finish([0, 1])
+        # They had the time to finish their work: it is done.
+        assert [job.code(number) for number in range(2)] == [0, 0]
+        assert job.left(WAIT_S) == []
+    assert [event["status"] for event in job.events("worker_exited")] == ["exit code 0"] * 2
+
+
+def test_a_task_whose_trainer_a_zygote_forks_hands_on_its_signals(tmp_path: Path) -> None:
+    zygote = start_zygote(tmp_path)
+    try:
+        with Job(tmp_path / "job", 2, ELASWAVE_ZYGOTE=str(tmp_path / "z.sock")) as job:
+            for command in tasks(job):
+                job.launch(command=command)
+            job.joined()
+            assert [psutil.Process(job.pids[slot]).ppid() for slot in range(2)] == [zygote.pid] * 2
+            job.launchers[1].terminate()
+            await_notice(job, 1)
+            job.tell(0, "told")
+            assert not job.one("told", 0)["to_leave"]
+            assert job.finish([0, 1]) == 0
+            assert job.code(1) == 0
+    finally:
+        zygote.terminate()
+        assert zygote.wait(WAIT_S) == 0
+
+
+def tasks(job: Job) -> list[list[str]]:
+    """The commands of the tasks of one node, one for each worker, as a launcher starts them."""
+    port = free_port()
+    found = []
+    for rank in range(job.world):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        numbers |= {"WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world}
+        env = [f"{name}={value}" for name, value in numbers.items()]
+        env += ["MASTER_ADDR=127.0.0.1", f"ELASWAVE_DIR={job.run_dir}"]
+        found.append(["env", *env, sys.executable, "-m", "elaswave_plugin.run", str(TRAINER)])
+    return found
 
 
 @pytest.mark.parametrize("later", [1, 2], ids=["second", "third"])

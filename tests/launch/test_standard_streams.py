@@ -9,9 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from elaswave_plugin.cli.main import run_command
+from tests.agent.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 from tests.observer.made_up import make_run
 from tests.ports import free_port
-from tests.supervisor.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 
 SLOTS = range(3)
 
@@ -114,7 +114,7 @@ def test_a_file_of_a_report_that_finds_no_room_is_named(
 
 
 def test_streams_in_the_place_of_closed_ones_have_their_numbers() -> None:
-    """A supervisor closes all descriptors but these, and its snapshot memory gets the next ones."""
+    """An agent closes all descriptors but these, and what it opens gets the next ones."""
     script = (
         "import os, sys\n"
         "from elaswave_plugin.launch.standard_streams import fill_closed_streams\n"

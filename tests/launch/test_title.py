@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.supervisor.jobs import Job
+from tests.agent.jobs import Job
 
 ALONE = "and no other worker can take over from it"
 
@@ -17,9 +17,12 @@ def test_the_process_list_says_which_worker_a_process_belongs_to(tmp_path: Path)
     with Job(tmp_path, 2).start("--preload=json") as job:
         for slot in (0, 1):
             assert title(job.pids[slot]).startswith(f"elaswave worker {slot}: ")
-            assert title(job.supervisors[slot]).startswith(f"elaswave supervisor {slot}: ")
+            assert title(job.agents[slot]).startswith("elaswave agent of node 0: ")
         parent = psutil.Process(job.pids[0]).parent()
-        assert parent is not None and title(parent.pid).startswith("elaswave zygote: ")
+        assert parent is not None and parent.pid == job.launchers[0].pid
+        others = {child.pid for child in parent.children()} - {*job.pids.values()}
+        (zygote,) = others - {*job.agents.values()}
+        assert title(zygote).startswith("elaswave zygote: ")
         # What stands behind the command line in memory is as it was.
         assert psutil.Process(job.pids[0]).environ()["TINY_FOLDER"] == str(tmp_path)
         assert job.finish([0, 1]) == 0

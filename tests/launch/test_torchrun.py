@@ -1,19 +1,20 @@
-"""Supervisors as torchrun's workers: `-m elaswave_plugin.run`, and PYTHON_EXEC."""
+"""Workers under an agent, started by torchrun: `-m elaswave_plugin.run`, and PYTHON_EXEC."""
 
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.launch.python_exec import worker_program
+from tests.agent import jobs
+from tests.agent.jobs import TRAINER, Job, environment
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
-from tests.supervisor import jobs
-from tests.supervisor.jobs import TRAINER, Job, environment
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -61,7 +62,7 @@ def test_torchrun_does_not_see_the_loss_of_a_trainer(tmp_path: Path, way: str) -
         words = ["-m", "elaswave_plugin.run", str(TRAINER)]
         if port is not None:
             words = [str(TRAINER)]
-            taken.bind(("127.0.0.1", port + 1))  # the supervisors take the next one
+            taken.bind(("127.0.0.1", port + 1))  # the agents take the next one
         job.launch(command=torchrun(*words, nproc=3, port=port))
         job.joined()
         job.kill(0)
@@ -118,7 +119,7 @@ def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
 @proves(Kind.SIGNAL, Promise.CLEAN)
 def test_nothing_is_left_when_torchrun_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path / "job", 2, ELASWAVE_DIR=str(tmp_path / "job" / "run")) as job:
-        words = ["-m", "elaswave_plugin.run", "-m", "tests.supervisor.tiny_trainer"]
+        words = ["-m", "elaswave_plugin.run", "-m", "tests.agent.tiny_trainer"]
         job.launch(command=torchrun(*words, nproc=2, port=free_port()))
         job.joined()
         job.launchers[0].kill()
@@ -210,7 +211,67 @@ def test_one_node_number_in_two_containers_is_a_sentence(tmp_path: Path) -> None
     assert [process.returncode for process in processes] == [2, 2], said
     for lines in said:
         assert lines.count("\n") == 1
-        assert "the job does not start: workers 0 and 1 are both on node 0, and on two" in lines
+        assert "workers 0 and 1 are both on one node, and in two containers" in lines
+
+
+def of_one_node(rank: int, port: int, **more: str) -> dict[str, str]:
+    """The environment of a task, one of two on one node."""
+    of_the_job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    worker = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    return environment(**{**of_the_job, **worker, **more})
+
+
+def test_each_worker_is_given_the_rank_that_its_launcher_adds(tmp_path: Path) -> None:
+    """As DeepSpeed's launcher does it, which takes our module for the script."""
+    (tmp_path / "s.py").write_text("import os, sys; print(os.environ['RANK'], *sys.argv[1:])")
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "elaswave_plugin.run", f"--local_rank={rank}", "s.py", "--x"],
+            env=of_one_node(rank, port),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        # Each prints where its launcher expects it.
+        said = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert said == ["0 --local_rank=0 --x\n", "1 --local_rank=1 --x\n"]
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_two_first_tasks_of_a_node_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "elaswave_plugin.run", f"--elaswave-control-port={own}", "s.py"],
+            env=of_one_node(rank, port, LOCAL_RANK="0"),
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, own in enumerate((free_port(), free_port()))
+    ]
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (ended := [one for one in processes if one.poll() is not None]):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        (refused,) = ended
+        said = refused.communicate(timeout=60)[1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert refused.returncode == 2 and said.count("\n") == 1
+    assert "give each task of a node a LOCAL_RANK of its own" in said
 
 
 def test_the_wrapper_is_python_for_everything_else(tmp_path: Path) -> None:
@@ -244,4 +305,4 @@ def test_which_command_lines_are_a_workers() -> None:
     for words in (["-c", "print()"], ["-"], [], ["-u"], ["-V"], ["-m"]):
         assert worker_program(words, env) is None
     assert worker_program(["s.py"], {}) is None
-    assert worker_program(["s.py"], {**env, "ELASWAVE_CONTROL_FD": "3"}) is None
+    assert worker_program(["s.py"], {**env, "ELASWAVE_AGENT": "127.0.0.1:1"}) is None

@@ -55,7 +55,7 @@ def make_run(
 
     slots = [0, 1, 2, 3]
     for slot in slots:
-        pids = {"pid": 1000 + slot, "supervisor_pid": 100 + slot}
+        pids = {"pid": 1000 + slot, "agent_pid": 100 + slot}
         event("worker_started", 0.0, slot=slot, node=0, **pids)
     event("view_committed", 0.5, epoch=1, ranks=slots, reason="start", by=0)
     for slot in slots:

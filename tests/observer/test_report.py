@@ -147,7 +147,7 @@ def test_a_worker_that_is_replaced_in_one_view_is_lost_and_came() -> None:
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        (None, ["the job has not ended, or no supervisor saw its end"]),
+        (None, ["the job has not ended, or no agent saw its end"]),
         ((0, "all workers have finished"), []),
         ((1, "no live worker remains"), ["the job ended with exit code 1: no live worker remains"]),
     ],

@@ -13,7 +13,7 @@ import pytest
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.clocks import EmulatedClocks, NvmlClocks, clocks_for
-from tests.supervisor.jobs import WAIT_S, Job
+from tests.agent.jobs import WAIT_S, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 UUID = "GPU-1234"

@@ -5,8 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaswave_plugin.agent.oom_kills import oom_kills
 from elaswave_plugin.snapshot.free_memory import available_bytes
-from elaswave_plugin.supervisor.oom_kills import oom_kills
 
 
 def group(folder: Path, limit: str, current: int, cached: int) -> None:

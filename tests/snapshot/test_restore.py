@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from elaswave_plugin.agent.snapshot_server import SnapshotServer
+from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import MOMENTS, WEIGHTS
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
@@ -22,8 +24,6 @@ from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import EpochChanged, SnapshotGapError
 from elaswave_plugin.snapshot import restore
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
-from elaswave_plugin.supervisor.snapshot_server import SnapshotServer
-from elaswave_plugin.supervisor.snapshot_store import SnapshotStore
 from tests.core.sealed import sealed
 from tests.job_secret import SECRET
 

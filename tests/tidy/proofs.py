@@ -84,8 +84,8 @@ def framework_of(file: str) -> str:
 
 def _lost(spec: Any) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     """Return what is lost in a case, of which slots, and in which moments."""
-    if spec.lost_supervisors:
-        return "workers with supervisors and snapshots", spec.lost_supervisors, ("backward",)
+    if spec.lost_nodes:
+        return "workers with supervisors and snapshots", spec.lost_nodes, ("backward",)
     if spec.lost_trainers:
         return "both workers of a TP group", spec.lost_trainers, ("backward",)
     kills = [parse_kill(kill) for kill in spec.kills]

@@ -33,13 +33,13 @@ ipc: core core/agreement core/layout errors
 core/recovery_plan: core/layout core/planner core/step errors
 observer: config core/agreement core/layout core/planner core/step errors tracking
 trainer: core core/agreement core/layout errors ipc rehearsed
-supervisor/peers: core core/agreement core/layout core/step errors ipc tracking version
+agent/peers: core core/agreement core/layout core/step errors ipc tracking version
 communicator/links: core/agreement errors ipc
 framework: core/recovery_plan
 snapshot: core/layout core/recovery_plan errors ipc values
-supervisor: core core/agreement core/layout errors ipc supervisor/peers tracking
+agent: core core/agreement core/layout errors ipc agent/peers tracking
 communicator/groups: communicator/links errors
-launch: core/agreement errors ipc rehearsed supervisor supervisor/peers toml_file tracking
+launch: core/agreement errors ipc rehearsed agent agent/peers toml_file tracking
 communicator/device: communicator/groups communicator/links core/layout errors ipc
 run: launch
 communicator: communicator/device communicator/groups communicator/links core/layout
@@ -81,14 +81,14 @@ adapters/deepspeed: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     recovery tracking trainer
 cli: adapters adapters/deepspeed/compat adapters/megatron/compat adapters/megatron/step
     adapters/megatron_lm checkpoints config core core/agreement core/layout core/planner core/step
-    demo errors ipc launch observer rehearsal supervisor
+    demo errors ipc launch observer rehearsal agent
 """
 ROOMS = {
     room: tuple(others.split())
     for room, others in re.findall(r"^(\S+):((?:.|\n )*)$", _TABLE, re.MULTILINE)
 }
-# They run where no framework may be loaded: supervisors, launchers, and trainers before a script.
-STANDARD_LIBRARY_ONLY = ("ipc", "supervisor", "supervisor/peers", "launch", "trainer")
+# They run where no framework may be loaded: agents, launchers, and trainers before a script.
+STANDARD_LIBRARY_ONLY = ("ipc", "agent", "agent/peers", "launch", "trainer")
 
 
 def room_of(module: str) -> str:

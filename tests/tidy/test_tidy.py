@@ -104,8 +104,8 @@ def test_imports_control_finds(module: str, source: str) -> None:
         (LINKS, "from elaswave_plugin import adapters"),
         (LINKS, "from elaswave_plugin.snapshot.fetch import Fetcher"),
         ("elaswave_plugin.tracking.events", "from elaswave_plugin.core import codec"),
-        ("elaswave_plugin.supervisor.slot", "import torch"),
-        ("elaswave_plugin.supervisor.slot", "from elaswave_plugin.trainer.member import Member"),
+        ("elaswave_plugin.agent.slot", "import torch"),
+        ("elaswave_plugin.agent.slot", "from elaswave_plugin.trainer.member import Member"),
         ("elaswave_plugin.errors", "from elaswave_plugin.config import ElasticConfig"),
     ],
 )

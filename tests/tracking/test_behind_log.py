@@ -1,4 +1,4 @@
-"""The event log of supervisors: a file system that stands still holds nobody up."""
+"""The event log of agents: a file system that stands still holds nobody up."""
 
 import json
 import os

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.trainer.few_warnings import MOST_LINES
-from tests.supervisor.jobs import TRAINER, Job, environment
+from tests.agent.jobs import TRAINER, Job, environment
 
 NOISY = """
 import warnings

@@ -1,4 +1,4 @@
-"""A trainer waits until it may act, and not for good where its supervisor stays silent."""
+"""A trainer waits until it may act, and not for good where its agent stays silent."""
 
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ def test_it_goes_on_once_it_may(slept: list[float]) -> None:
     assert len(slept) == 3
 
 
-def test_a_silent_supervisor_is_not_waited_for_for_good(slept: list[float]) -> None:
+def test_a_silent_agent_is_not_waited_for_for_good(slept: list[float]) -> None:
     with pytest.raises(JobStopped, match="has been silent for 600 s"):
         wait_for(Page(float("inf")))
     assert sum(slept) == pytest.approx(lease._SILENT_LIMIT_S, abs=0.1)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.supervisor.jobs import WAIT_S, environment
+from tests.agent.jobs import WAIT_S, environment
 
 PRINT = "import sys; print('last words'); sys.stderr.write('and these'); "
 EXITS = {

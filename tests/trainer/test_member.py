@@ -1,4 +1,4 @@
-"""The trainer's end of the control link, against a hand-driven supervisor."""
+"""The trainer's end of the control link, against a hand-driven agent."""
 
 import select
 import socket
@@ -23,12 +23,11 @@ from elaswave_plugin.errors import (
 )
 from elaswave_plugin.ipc.frames import NewView
 from elaswave_plugin.ipc.wire import encode, receive_frame, send_frame
-from elaswave_plugin.trainer.control_link import ControlLink
 from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
+from tests.agent.jobs import environment
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed
 from tests.job_secret import SECRET
-from tests.supervisor.jobs import environment
 
 LONG_S = 10.0
 # A length that no frame has.
@@ -40,19 +39,27 @@ TWICE = {"epoch": 1, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "
 NEW_VIEW = {"t": "new_view", "before": [], "view": {**TWICE, "ranks": [0, 1]}, "payload": "{}"}
 
 
-class Supervisor:
+class Agent:
     """The other end of a member's control link."""
 
     def __init__(self) -> None:
         self.within_s = LONG_S
         self.sock, theirs = socket.socketpair()
+        self.dialled: list[int] = []
+        self._open = [theirs]
         self.member = Member(
-            sock=theirs, secret=SECRET, slot=1, incarnation=0, snapshot_fds=(-1, -1)
+            dial=self.dial, secret=SECRET, slot=1, incarnation=0, snapshot_fds=(-1, -1)
         )
         self.heard: list[dict[str, Any]] = []
         self.rings: list[tuple[int, str]] = []
         self.rang = threading.Event()
         self.member.start(self.ring)
+
+    def dial(self, epoch: int) -> socket.socket:
+        self.dialled.append(epoch)
+        if not self._open:
+            raise ConnectionRefusedError("nobody listens")
+        return self._open.pop()
 
     def ring(self, epoch: int, reason: str) -> None:
         self.rings.append((epoch, reason))
@@ -127,203 +134,203 @@ def view_of(epoch: int) -> MembershipView:
 
 
 @pytest.fixture
-def supervisor() -> Iterator[Supervisor]:
-    end = Supervisor()
+def agent() -> Iterator[Agent]:
+    end = Agent()
     yield end
     end.sock.close()
 
 
-def test_joining_reports_facts_and_returns_the_first_commit(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    commit = supervisor.member.join(FACTS, LONG_S)
-    assert supervisor.next() == {"t": "join", "facts": {"address": "x"}, "respawn": 0}
+def test_joining_reports_facts_and_returns_the_first_commit(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    commit = agent.member.join(FACTS, LONG_S)
+    assert agent.next() == {"t": "join", "facts": {"address": "x"}, "respawn": 0}
     assert (commit.view, commit.facts) == (view_of(1), {0: FACTS})
     assert (commit.inventory, commit.path) == ([SEALED], (view_of(1),))
-    supervisor.member.check()
+    agent.member.check()
 
 
-def test_joining_gives_up_in_time(supervisor: Supervisor) -> None:
+def test_joining_gives_up_in_time(agent: Agent) -> None:
     with pytest.raises(AgreementError, match=r"worker 1 did not get the first view, 0.05 s after"):
-        supervisor.member.join(FACTS, SHORT_S)
+        agent.member.join(FACTS, SHORT_S)
 
 
-def test_a_proposal_rings_at_once_and_stays_open_until_its_commit(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.propose(2)
-    assert supervisor.rings == [(2, "r")]
+def test_a_proposal_rings_at_once_and_stays_open_until_its_commit(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.propose(2)
+    assert agent.rings == [(2, "r")]
     for _ in range(2):
         with pytest.raises(EpochChanged) as raised:
-            supervisor.member.check()
+            agent.member.check()
         assert (raised.value.epoch, raised.value.reason) == (2, "r")
-    supervisor.commit(view_of(2))
-    assert supervisor.member.quiesce(WorkerFacts(address="x", step=3), LONG_S).view == view_of(2)
-    supervisor.member.check()
-    assert supervisor.next()["t"] == "join"
-    assert supervisor.next() == {"t": "quiesced", "epoch": 2, "facts": {"address": "x", "step": 3}}
+    agent.commit(view_of(2))
+    assert agent.member.quiesce(WorkerFacts(address="x", step=3), LONG_S).view == view_of(2)
+    agent.member.check()
+    assert agent.next()["t"] == "join"
+    assert agent.next() == {"t": "quiesced", "epoch": 2, "facts": {"address": "x", "step": 3}}
 
 
-def test_a_proposal_between_steps_waits_for_the_next_one(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.member.begin_step(4)
-    supervisor.propose(2, boundary=True, rings=False)
-    supervisor.member.check()
-    supervisor.propose(2, boundary=True, before_step=6, rings=False)
-    supervisor.member.begin_step(5)
+def test_a_proposal_between_steps_waits_for_the_next_one(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.member.begin_step(4)
+    agent.propose(2, boundary=True, rings=False)
+    agent.member.check()
+    agent.propose(2, boundary=True, before_step=6, rings=False)
+    agent.member.begin_step(5)
     with pytest.raises(EpochChanged) as raised:
-        supervisor.member.begin_step(6)
-    assert (raised.value.epoch, supervisor.rings) == (2, [])
-    assert supervisor.hear() == [{"t": "begun", "epoch": 2, "step": 4}]
-    supervisor.commit(view_of(2))
-    assert supervisor.member.quiesce(FACTS, LONG_S).view == view_of(2)
-    supervisor.member.begin_step(6)
+        agent.member.begin_step(6)
+    assert (raised.value.epoch, agent.rings) == (2, [])
+    assert agent.hear() == [{"t": "begun", "epoch": 2, "step": 4}]
+    agent.commit(view_of(2))
+    assert agent.member.quiesce(FACTS, LONG_S).view == view_of(2)
+    agent.member.begin_step(6)
 
 
-def test_a_step_does_not_begin_before_it_is_known_where_all_stop(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.member.begin_step(4)
-    supervisor.propose(2, boundary=True, rings=False)
+def test_a_step_does_not_begin_before_it_is_known_where_all_stop(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.member.begin_step(4)
+    agent.propose(2, boundary=True, rings=False)
     begun = threading.Event()
 
     def begin() -> None:
-        supervisor.member.begin_step(5)
+        agent.member.begin_step(5)
         begun.set()
 
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
     assert not begun.wait(SHORT_S)
-    supervisor.propose(2, boundary=True, before_step=6, rings=False)
+    agent.propose(2, boundary=True, before_step=6, rings=False)
     assert begun.wait(LONG_S)
     thread.join(LONG_S)
 
 
 @pytest.mark.parametrize(("begun", "rings"), [(4, False), (5, True)])
 def test_who_has_begun_the_step_that_others_stop_before_is_interrupted(
-    supervisor: Supervisor, begun: int, rings: bool
+    agent: Agent, begun: int, rings: bool
 ) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.member.begin_step(begun)
-    supervisor.propose(2, boundary=True, rings=False)
-    supervisor.propose(2, boundary=True, before_step=5, rings=rings)
-    assert supervisor.rings == ([(2, "r")] if rings else [])
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.member.begin_step(begun)
+    agent.propose(2, boundary=True, rings=False)
+    agent.propose(2, boundary=True, before_step=5, rings=rings)
+    assert agent.rings == ([(2, "r")] if rings else [])
 
 
-def test_a_failure_does_not_wait_for_the_next_step(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.member.begin_step(4)
-    supervisor.propose(2, boundary=True, rings=False)
-    supervisor.propose(3)
+def test_a_failure_does_not_wait_for_the_next_step(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.member.begin_step(4)
+    agent.propose(2, boundary=True, rings=False)
+    agent.propose(3)
     with pytest.raises(EpochChanged, match="3"):
-        supervisor.member.check()
-    supervisor.commit(view_of(3))
-    supervisor.member.quiesce(FACTS, LONG_S)
-    supervisor.member.begin_step(4)
+        agent.member.check()
+    agent.commit(view_of(3))
+    agent.member.quiesce(FACTS, LONG_S)
+    agent.member.begin_step(4)
 
 
-def test_a_newer_proposal_ends_the_wait_for_a_commit(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.propose(2)
+def test_a_newer_proposal_ends_the_wait_for_a_commit(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.propose(2)
     raised: list[int] = []
 
     def wait() -> None:
         try:
-            supervisor.member.quiesce(FACTS, LONG_S)
+            agent.member.quiesce(FACTS, LONG_S)
         except EpochChanged as changed:
             raised.append(changed.epoch)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    assert [supervisor.next()["t"] for _ in range(2)] == ["join", "quiesced"]
-    supervisor.propose(3)
+    assert [agent.next()["t"] for _ in range(2)] == ["join", "quiesced"]
+    agent.propose(3)
     waiting.join(LONG_S)
     assert raised == [3]
 
 
-def test_quiescing_before_the_proposal_waits_for_it(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
+def test_quiescing_before_the_proposal_waits_for_it(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
     with pytest.raises(AgreementError, match="a proposal of the next view within"):
-        supervisor.member.quiesce(FACTS, SHORT_S)
-    supervisor.propose(2)
+        agent.member.quiesce(FACTS, SHORT_S)
+    agent.propose(2)
     with pytest.raises(AgreementError, match="the commit of view 2 within"):
-        supervisor.member.quiesce(FACTS, SHORT_S)
+        agent.member.quiesce(FACTS, SHORT_S)
 
 
-def test_a_commit_that_was_not_taken_stays_in_the_path(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.propose(2)
-    supervisor.commit(view_of(2))
-    supervisor.propose(3)
-    supervisor.commit(view_of(3), view_of(4))
-    supervisor.propose(5)  # behind the commits on the same link: they have arrived
-    commit = supervisor.member.quiesce(FACTS, LONG_S)
+def test_a_commit_that_was_not_taken_stays_in_the_path(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.propose(2)
+    agent.commit(view_of(2))
+    agent.propose(3)
+    agent.commit(view_of(3), view_of(4))
+    agent.propose(5)  # behind the commits on the same link: they have arrived
+    commit = agent.member.quiesce(FACTS, LONG_S)
     assert [view.epoch for view in commit.path] == [2, 3, 4]
     assert commit.view.epoch == 4
     with pytest.raises(EpochChanged):
-        supervisor.member.check()
+        agent.member.check()
 
 
-def test_a_commit_that_was_not_taken_yet_ends_its_proposal(supervisor: Supervisor) -> None:
+def test_a_commit_that_was_not_taken_yet_ends_its_proposal(agent: Agent) -> None:
     """Or this worker would leave a recovery in which the others, who took it, wait for it."""
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.member.begin_step(4)
-    supervisor.propose(2)
-    supervisor.commit(view_of(2))
-    supervisor.send_proposal(3, boundary=True)
-    assert supervisor.next()["t"] == "join"
-    assert supervisor.next() == {"t": "begun", "epoch": 3, "step": 4}
-    assert supervisor.member.quiesce(FACTS, LONG_S).view == view_of(2)
-    supervisor.member.check()
-    assert [epoch for epoch, _ in supervisor.rings] == [2]
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.member.begin_step(4)
+    agent.propose(2)
+    agent.commit(view_of(2))
+    agent.send_proposal(3, boundary=True)
+    assert agent.next()["t"] == "join"
+    assert agent.next() == {"t": "begun", "epoch": 3, "step": 4}
+    assert agent.member.quiesce(FACTS, LONG_S).view == view_of(2)
+    agent.member.check()
+    assert [epoch for epoch, _ in agent.rings] == [2]
 
 
-def test_waiting_for_copies(supervisor: Supervisor) -> None:
-    member = supervisor.member
-    supervisor.commit(view_of(1))
+def test_waiting_for_copies(agent: Agent) -> None:
+    member = agent.member
+    agent.commit(view_of(1))
     member.join(FACTS, LONG_S)
     record = sealed(1, 7)
     member.sealed(record, [0, 2])
-    supervisor.next()
-    assert supervisor.next() == {"t": "sealed", "record": as_json(record), "copy_to": [0, 2]}
-    supervisor.copied(step=7, epoch=1, slot=0)
+    agent.next()
+    assert agent.next() == {"t": "sealed", "record": as_json(record), "copy_to": [0, 2]}
+    agent.copied(step=7, epoch=1, slot=0)
     with pytest.raises(
         AgreementError, match=r"at worker 2: nothing of it moved within transfer_timeout_s \(1 s\)"
     ):
         member.wait_copied(7, 1.0)  # in which the first acknowledgement has arrived
-    supervisor.copied(step=7, epoch=1, slot=2)
+    agent.copied(step=7, epoch=1, slot=2)
     member.wait_copied(7, LONG_S)
     member.sealed(replace(record, step=8), [])
     member.wait_copied(8, LONG_S)
     with pytest.raises(AgreementError, match="no snapshot of step 9"):
         member.wait_copied(9, LONG_S)
     member.sealed(replace(record, step=10), [0])
-    supervisor.propose(2)
+    agent.propose(2)
     with pytest.raises(EpochChanged):
         member.wait_copied(10, LONG_S)
 
 
-def test_a_copy_that_moves_is_waited_for(supervisor: Supervisor) -> None:
+def test_a_copy_that_moves_is_waited_for(agent: Agent) -> None:
     """However long it takes as a whole; the other one, which moves as well, is there at once."""
-    member = supervisor.member
-    supervisor.commit(view_of(1))
+    member = agent.member
+    agent.commit(view_of(1))
     member.join(FACTS, LONG_S)
     record = sealed(1, 7)
     member.sealed(record, [0, 2])
-    supervisor.copied(step=7, epoch=1, slot=0)
+    agent.copied(step=7, epoch=1, slot=0)
     limit_s, began_s = 1.0, time.monotonic()
 
     def move() -> None:
         for _ in range(10):
             time.sleep(limit_s / 4)
-            send_frame(supervisor.sock, {"t": "copying", "slot": 2})
-        supervisor.copied(step=7, epoch=1, slot=2)
+            send_frame(agent.sock, {"t": "copying", "slot": 2})
+        agent.copied(step=7, epoch=1, slot=2)
 
     mover = threading.Thread(target=move)
     mover.start()
@@ -336,165 +343,153 @@ def test_a_copy_that_moves_is_waited_for(supervisor: Supervisor) -> None:
         member.wait_copied(8, SHORT_S)
 
 
-def test_a_step_that_is_sealed_again_waits_for_its_own_copies(supervisor: Supervisor) -> None:
+def test_a_step_that_is_sealed_again_waits_for_its_own_copies(agent: Agent) -> None:
     """After a roll-back, the acknowledgements of an older epoch say nothing about the new bytes."""
-    member = supervisor.member
-    supervisor.commit(view_of(1))
+    member = agent.member
+    agent.commit(view_of(1))
     member.join(FACTS, LONG_S)
     older = sealed(1, 7)
     member.sealed(older, [0, 2])
     member.sealed(replace(older, step=8), [0, 2])
     for step in (7, 8):
-        supervisor.copied(step=step, epoch=1, slot=0)
-    supervisor.copied(step=7, epoch=1, slot=2)
+        agent.copied(step=step, epoch=1, slot=0)
+    agent.copied(step=7, epoch=1, slot=2)
     member.wait_copied(7, LONG_S)
     member.sealed(replace(older, epoch=2), [0])
     with pytest.raises(AgreementError, match="copy of step 7 at worker 0"):
         member.wait_copied(7, SHORT_S)
     with pytest.raises(AgreementError, match="no snapshot of step 8"):
         member.wait_copied(8, SHORT_S)
-    supervisor.copied(step=7, epoch=1, slot=0)  # late
+    agent.copied(step=7, epoch=1, slot=0)  # late
     with pytest.raises(AgreementError, match="copy of step 7 at worker 0"):
         member.wait_copied(7, SHORT_S)
-    supervisor.copied(step=7, epoch=2, slot=0)
+    agent.copied(step=7, epoch=2, slot=0)
     member.wait_copied(7, LONG_S)
 
 
-def test_an_announced_phase_keeps_the_time_to_answer_alive(supervisor: Supervisor) -> None:
-    member, supervisor.within_s = supervisor.member, 0.2
-    supervisor.commit(view_of(1))
+def test_an_announced_phase_keeps_the_time_to_answer_alive(agent: Agent) -> None:
+    member, agent.within_s = agent.member, 0.2
+    agent.commit(view_of(1))
     member.join(FACTS, LONG_S)
-    assert supervisor.next()["t"] == "join"
+    assert agent.next()["t"] == "join"
     member.announce("evaluation")
-    assert supervisor.silent()  # no proposal is open
-    supervisor.propose(2)
+    assert agent.silent()  # no proposal is open
+    agent.propose(2)
     for _ in range(6):
-        assert supervisor.next() == {"t": "progress", "text": "evaluation"}
+        assert agent.next() == {"t": "progress", "text": "evaluation"}
     member.announce(None)
-    supervisor.commit(view_of(2))
+    agent.commit(view_of(2))
     member.quiesce(FACTS, LONG_S)
-    while supervisor.next()["t"] != "quiesced":
+    while agent.next()["t"] != "quiesced":
         pass
     member.announce("save")
-    assert supervisor.silent()  # it is answered
-    supervisor.propose(3)
-    assert supervisor.next() == {"t": "progress", "text": "save"}
+    assert agent.silent()  # it is answered
+    agent.propose(3)
+    assert agent.next() == {"t": "progress", "text": "save"}
 
 
 def test_an_announced_phase_that_never_ends_is_stuck(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elaswave_plugin.trainer.member.ANNOUNCED_LIMIT_S", 1.0)
-    supervisor.within_s = 1.6
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    assert supervisor.next()["t"] == "join"
-    supervisor.member.announce("save")
-    supervisor.propose(2)
+    agent.within_s = 1.6
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    assert agent.next()["t"] == "join"
+    agent.member.announce("save")
+    agent.propose(2)
     signs = 0
-    while not supervisor.silent():
-        assert supervisor.next() == {"t": "progress", "text": "save"}
+    while not agent.silent():
+        assert agent.next() == {"t": "progress", "text": "save"}
         signs += 1
         assert signs <= 2
     assert signs
 
 
-def test_a_phase_announced_while_a_proposal_is_open(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    assert supervisor.next()["t"] == "join"
-    supervisor.propose(2)
-    supervisor.member.announce("save")
-    assert supervisor.next() == {"t": "progress", "text": "save"}
+def test_a_phase_announced_while_a_proposal_is_open(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    assert agent.next()["t"] == "join"
+    agent.propose(2)
+    agent.member.announce("save")
+    assert agent.next() == {"t": "progress", "text": "save"}
 
 
-def test_without_an_announced_phase_nothing_keeps_the_time_alive(supervisor: Supervisor) -> None:
-    supervisor.within_s = 0.2
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    assert supervisor.next()["t"] == "join"
-    supervisor.propose(2)
-    assert supervisor.silent()
+def test_without_an_announced_phase_nothing_keeps_the_time_alive(agent: Agent) -> None:
+    agent.within_s = 0.2
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    assert agent.next()["t"] == "join"
+    agent.propose(2)
+    assert agent.silent()
 
 
 def test_the_wait_for_a_commit_outlasts_an_announced_phase(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.within_s = 30.0
-    supervisor.propose(2)
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.within_s = 30.0
+    agent.propose(2)
     waits_s: list[float] = []
 
     def wait(deadline_s: float, what: str) -> None:
         waits_s.append(deadline_s - time.monotonic())
         raise AgreementError(what)
 
-    monkeypatch.setattr(supervisor.member, "_wait", wait)
-    monkeypatch.setattr(supervisor.member, "_receive_next", wait)
+    monkeypatch.setattr(agent.member, "_wait", wait)
+    monkeypatch.setattr(agent.member, "_receive_next", wait)
     with pytest.raises(AgreementError):
-        supervisor.member.quiesce(FACTS)
+        agent.member.quiesce(FACTS)
     assert ANNOUNCED_LIMIT_S + 30.0 < waits_s[0] < 2 * ANNOUNCED_LIMIT_S
 
 
-def test_being_told_to_stop_unwinds_everything(supervisor: Supervisor) -> None:
-    send_frame(supervisor.sock, {"t": "stop", "reason": "no majority", "exit_code": 1})
-    assert supervisor.rang.wait(LONG_S)
-    for call in (supervisor.member.check, lambda: supervisor.member.quiesce(FACTS, LONG_S)):
+def test_being_told_to_stop_unwinds_everything(agent: Agent) -> None:
+    send_frame(agent.sock, {"t": "stop", "reason": "no majority", "exit_code": 1})
+    assert agent.rang.wait(LONG_S)
+    for call in (agent.member.check, lambda: agent.member.quiesce(FACTS, LONG_S)):
         with pytest.raises(JobStopped, match="no majority"):
             call()
 
 
-def test_a_supervisor_that_is_gone_stops_the_job(supervisor: Supervisor) -> None:
-    supervisor.sock.sendall(encode(commit_of(view_of(1)))[:7])
-    supervisor.sock.close()
-    with pytest.raises(JobStopped, match="supervisor"):
-        supervisor.member.join(FACTS, LONG_S)
+def test_an_agent_that_is_gone_stops_the_job(agent: Agent) -> None:
+    agent.sock.sendall(encode(commit_of(view_of(1)))[:7])
+    agent.sock.close()
+    with pytest.raises(JobStopped, match="agent"):
+        agent.member.join(FACTS, LONG_S)
 
 
-def test_a_doorbell_that_fails_is_heard(supervisor: Supervisor) -> None:
+def test_a_doorbell_that_fails_is_heard(agent: Agent) -> None:
     """A waiting thread is told at once, and not after the time that it may wait for a proposal."""
-    supervisor.sock.sendall(NO_FRAME)
+    agent.sock.sendall(NO_FRAME)
     with pytest.raises(JobStopped, match="its doorbell failed: ValueError"):
-        supervisor.member.quiesce(FACTS, LONG_S)
+        agent.member.quiesce(FACTS, LONG_S)
 
 
-def test_a_supervisor_that_is_gone_interrupts_the_links_too(supervisor: Supervisor) -> None:
+def test_an_agent_that_is_gone_interrupts_the_links_too(agent: Agent) -> None:
     """A thread that waits for another worker does not wait in the member."""
-    supervisor.propose(2)
-    supervisor.rang.clear()
-    supervisor.sock.close()
-    assert supervisor.rang.wait(LONG_S)
-    assert supervisor.rings[-1] == (3, "the supervisor is gone")
+    agent.propose(2)
+    agent.rang.clear()
+    agent.sock.close()
+    assert agent.rang.wait(LONG_S)
+    assert agent.rings[-1] == (3, "the agent of this worker's node is gone: nobody listens")
 
 
-def test_a_doorbell_that_fails_interrupts_the_links_too(supervisor: Supervisor) -> None:
-    supervisor.propose(2)
-    supervisor.rang.clear()
-    supervisor.sock.sendall(NO_FRAME)
-    assert supervisor.rang.wait(LONG_S)
-    assert supervisor.rings[-1][0] == 3
-    assert "its doorbell failed: ValueError('frame of " in supervisor.rings[-1][1]
+def test_a_doorbell_that_fails_interrupts_the_links_too(agent: Agent) -> None:
+    agent.propose(2)
+    agent.rang.clear()
+    agent.sock.sendall(NO_FRAME)
+    assert agent.rang.wait(LONG_S)
+    assert agent.rings[-1][0] == 3
+    assert "its doorbell failed: ValueError('frame of " in agent.rings[-1][1]
 
 
-def test_a_supervisor_that_does_not_read_is_not_waited_for() -> None:
-    theirs, ours = socket.socketpair()
-    link = ControlLink(
-        ours, slot=3, on_frame=lambda frame: None, on_end=lambda why: None, send_within_s=0.2
-    )
-    began_s = time.monotonic()
-    with pytest.raises(JobStopped, match=r"supervisor of worker 3 has read nothing for 0\.2 s"):
-        link.send({"t": "progress", "text": "x" * (1 << 22)})
-    assert 0.2 <= time.monotonic() - began_s < LONG_S
-    theirs.close()
-
-
-def test_a_message_of_another_version_ends_the_worker(supervisor: Supervisor) -> None:
-    send_frame(supervisor.sock, {"t": "sing"})
-    said = "the supervisor of worker 1 said 'sing', unknown here: have all run the same version"
+def test_a_message_of_another_version_ends_the_worker(agent: Agent) -> None:
+    send_frame(agent.sock, {"t": "sing"})
+    said = "the agent of worker 1 said 'sing', unknown here: have all run the same version"
     with pytest.raises(JobStopped, match=said):
-        supervisor.member.quiesce(FACTS, LONG_S)
-    assert supervisor.rang.wait(LONG_S)
+        agent.member.quiesce(FACTS, LONG_S)
+    assert agent.rang.wait(LONG_S)
 
 
 @pytest.mark.parametrize(
@@ -515,57 +510,57 @@ def test_a_message_of_another_version_ends_the_worker(supervisor: Supervisor) ->
     ],
 )
 def test_a_message_with_a_flaw_ends_the_worker(
-    supervisor: Supervisor, frame: dict[str, Any], said: str
+    agent: Agent, frame: dict[str, Any], said: str
 ) -> None:
-    send_frame(supervisor.sock, frame)
-    with pytest.raises(JobStopped, match=f"the supervisor of worker 1 {said}.*: have all run the"):
-        supervisor.member.quiesce(FACTS, LONG_S)
+    send_frame(agent.sock, frame)
+    with pytest.raises(JobStopped, match=f"the agent of worker 1 {said}.*: have all run the"):
+        agent.member.quiesce(FACTS, LONG_S)
 
 
 def test_a_message_of_another_version_ends_who_waits_for_the_commit(
-    supervisor: Supervisor,
+    agent: Agent,
 ) -> None:
     """There it is not the doorbell's thread that hears it."""
-    supervisor.propose(2)
-    send_frame(supervisor.sock, {"t": "sing"})
+    agent.propose(2)
+    send_frame(agent.sock, {"t": "sing"})
     with pytest.raises(JobStopped, match="said 'sing', unknown here"):
-        supervisor.member.quiesce(FACTS, LONG_S)
+        agent.member.quiesce(FACTS, LONG_S)
 
 
 def test_the_doorbell_does_not_wait_for_a_frame_that_another_thread_took(
-    supervisor: Supervisor,
+    agent: Agent,
 ) -> None:
     """It was woken by one; whoever waited for a commit took it; it has to keep the time alive."""
-    taken = threading.Thread(target=supervisor.member._link._take_in, daemon=True)
+    taken = threading.Thread(target=agent.member._link._take_in, daemon=True)
     taken.start()
     taken.join(LONG_S)
     assert not taken.is_alive()
 
 
-def test_a_supervisor_that_goes_while_a_commit_is_awaited(supervisor: Supervisor) -> None:
-    supervisor.commit(view_of(1))
-    supervisor.member.join(FACTS, LONG_S)
-    supervisor.propose(2)
-    assert supervisor.rang.wait(LONG_S)
+def test_an_agent_that_goes_while_a_commit_is_awaited(agent: Agent) -> None:
+    agent.commit(view_of(1))
+    agent.member.join(FACTS, LONG_S)
+    agent.propose(2)
+    assert agent.rang.wait(LONG_S)
     answered = threading.Event()
 
     def go() -> None:
-        while supervisor.next()["t"] != "quiesced":
+        while agent.next()["t"] != "quiesced":
             pass
         answered.set()
-        supervisor.sock.close()
+        agent.sock.close()
 
     thread = threading.Thread(target=go)
     thread.start()
-    with pytest.raises(JobStopped, match="supervisor is gone"):
-        supervisor.member.quiesce(FACTS, LONG_S)
+    with pytest.raises(JobStopped, match="the agent of this worker's node is gone"):
+        agent.member.quiesce(FACTS, LONG_S)
     thread.join()
     assert answered.is_set()
     with pytest.raises(JobStopped, match="is gone"):
-        supervisor.member.quiesce(FACTS, LONG_S)
+        agent.member.quiesce(FACTS, LONG_S)
 
 
-def test_a_process_without_supervisor_is_told_what_to_do() -> None:
+def test_a_process_without_agent_is_told_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match="start the script with `elaswave run`"):
         Member.from_environment({})
 

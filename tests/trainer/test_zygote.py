@@ -1,4 +1,4 @@
-"""Trainers forked by a zygote are like freshly started ones, and end with their supervisors."""
+"""Trainers forked by a zygote are like freshly started ones, and end with their guardians."""
 
 import json
 import os
@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from elaswave_plugin.trainer import zygote as zygote_module
+from tests.agent.jobs import LAUNCH, WAIT_S, Job, environment
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
-from tests.supervisor.jobs import LAUNCH, WAIT_S, Job, environment
 
 START_S = 30.0
 
@@ -30,7 +30,7 @@ for name in os.listdir("/proc/self/fd"):
         fds[name] = os.readlink(f"/proc/self/fd/{name}").split(":")[0]
     except OSError:
         pass  # the listing's own
-own = {os.environ[name] for name in ("ELASWAVE_CONTROL_FD", "ELASWAVE_PROGRESS_FD")}
+own = {os.environ[name] for name in ("ELASWAVE_JOB_SECRET_FD", "ELASWAVE_PROGRESS_FD")}
 own |= set(os.environ["ELASWAVE_SNAPSHOT_FDS"].split(","))
 seen = {
     "argv": sys.argv,
@@ -55,7 +55,8 @@ ENDING
 """
 IGNORED = (
     "SEEN",
-    "ELASWAVE_CONTROL_FD",
+    "ELASWAVE_AGENT",
+    "ELASWAVE_JOB_SECRET_FD",
     "ELASWAVE_PROGRESS_FD",
     "ELASWAVE_SNAPSHOT_FDS",
     "MASTER_PORT",
@@ -180,9 +181,9 @@ def test_a_job_from_a_zygote_survives_a_loss(tmp_path: Path, zygote: Path) -> No
 
 
 @proves(Kind.NODE, Promise.CLEAN, victim="1")
-def test_a_forked_trainer_dies_with_its_supervisor(tmp_path: Path, zygote: Path) -> None:
-    with Job(tmp_path, 3, f"--zygote={zygote}").start() as job:
-        job.kill_supervisor(1)
+def test_a_forked_trainer_dies_with_its_guardian(tmp_path: Path, zygote: Path) -> None:
+    with Job(tmp_path, 3, f"--zygote={zygote}").start(nodes=3) as job:
+        job.kill_node(1)
         job.all("commit", [0, 2], epoch=2)
         assert job.ended(job.pids[1])
         assert job.finish([0, 2]) == 0
@@ -204,17 +205,29 @@ def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
         process.wait(WAIT_S)
         assert job.code() == 1
         assert job.left(WAIT_S) == []
-    assert "gone with its zygote" in job.output()
+    assert "gone with what had forked it" in job.output()
 
 
-@proves(Kind.ZYGOTE, Promise.STOPS)
-def test_how_a_zygote_of_the_job_ended_is_said(tmp_path: Path) -> None:
-    """As the kernel would end it for lack of memory: its workers do not know how it ended."""
+def zygote_of(job: Job, node: int = 0) -> psutil.Process:
+    """The zygote that a launcher has started for itself."""
+    children = psutil.Process(job.launchers[node].pid).children()
+    (found,) = [one for one in children if "zygote" in " ".join(one.cmdline())]
+    return found
+
+
+@proves(Kind.ZYGOTE, Promise.NOBODY_LOST)
+def test_the_workers_of_a_nodes_own_zygote_go_on_without_it(tmp_path: Path) -> None:
+    """As where the kernel ends it for lack of memory; how it ended is said."""
     with Job(tmp_path, 2, "--preload=json").start() as job:
-        (zygote,) = {psutil.Process(pid).ppid() for pid in job.pids.values()}
-        os.kill(zygote, signal.SIGKILL)
-        assert job.code() == 1
-    assert f"the zygote (pid {zygote}) ended: killed by SIGKILL; the workers" in job.output()
+        zygote = zygote_of(job)
+        zygote.kill()
+        line = job.said(f"the zygote (pid {zygote.pid}) ended: killed by SIGKILL; the workers")
+        assert "that it had forked go on" in line
+        for slot in range(2):
+            job.tell(slot, "seal 1")
+        job.all("copied", range(2), step=1)
+        assert job.finish(range(2)) == 0
+    assert "the job goes on" not in job.output()
 
 
 @proves(Kind.ZYGOTE, Promise.GOES_ON, victim="1")
@@ -224,19 +237,48 @@ def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -
         for node, options in enumerate(((), ("--preload=json",))):
             job.launch("--nproc-per-node=1", "--nnodes=2", f"--node-rank={node}", *options)
         job.joined()
-        zygote = psutil.Process(job.pids[1]).parent()
-        assert zygote is not None and "zygote" in " ".join(zygote.cmdline())
+        zygote = zygote_of(job, 1)
         job.kill(1)
         job.one("commit", 0, epoch=2)
         zygote.kill()
         assert job.ended(job.pids[1])
         started = job.one("started", 1)
         job.watch(started["pid"])
-        assert started["parent"] == job.supervisors[1]
+        assert started["parent"] == job.launchers[1].pid
         assert job.one("detached", 1)
         assert job.finish([0]) == 0
         assert job.left(WAIT_S) == []
     assert "Traceback" not in job.outputs()
+
+
+@proves(Kind.ZYGOTE, Promise.GOES_ON)
+@pytest.mark.parametrize("forks", [0, 1])
+def test_a_guardians_own_zygote_that_cannot_fork_says_so(forks: int) -> None:
+    """Neither the process between the two, nor, in that one, the trainer."""
+    code = (
+        "import os, signal, socket\n"
+        "from elaswave_plugin.ipc.wire import encode, receive_frame\n"
+        "from elaswave_plugin.trainer.zygote import Zygote\n"
+        "ours, theirs = socket.socketpair()\n"
+        "fork, done = os.fork, []\n"
+        "def fork_some():\n"
+        f"    if len(done) == {forks}: raise BlockingIOError('as told')\n"
+        "    done.append(1)\n"
+        "    return fork()\n"
+        "os.fork = fork_some\n"
+        "ours.sendall(encode({'script': 's.py'}))\n"
+        "zygote = Zygote(None, [theirs], guardian_pid=os.getpid())\n"
+        "print(zygote._read(zygote._guardians[0]), receive_frame(ours, 10)['error'], flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = "None fork failed: there is no room for another process\n"
+    assert (done.stdout, done.returncode) == (said, 0), done.stderr
 
 
 @proves(Kind.ZYGOTE, Promise.GOES_ON)

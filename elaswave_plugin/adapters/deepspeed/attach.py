@@ -39,7 +39,7 @@ from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
 from elaswave_plugin.config import ElasticConfig, from_section, in_the_launch_dir
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import CONTROL_FD, QUIESCE, read_reserve, variable
+from elaswave_plugin.ipc.environment import AGENT, QUIESCE, read_reserve, variable
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
@@ -211,8 +211,8 @@ def _reimplemented(engine: Any, *, is_pipeline: bool, accelerates: bool) -> list
 
 
 def _say_detached(config: Mapping[str, Any]) -> None:
-    """Without a supervisor, which would say it: once for the job, what its configuration lacks."""
-    if CONTROL_FD not in os.environ and os.environ.get("RANK", "0") == "0":
+    """Without an agent, which would say it: once for the job, what its configuration lacks."""
+    if AGENT not in os.environ and os.environ.get("RANK", "0") == "0":
         print(f"elaswave: nothing attaches: {missing_in(config)}", file=sys.stderr)
 
 
@@ -370,7 +370,7 @@ def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
     told_s = os.environ.get(variable(QUIESCE))
     if QUIESCE in values and told_s is not None and float(told_s) != settings.quiesce_timeout_s:
         raise ConfigurationError(
-            f"{source}: key '{QUIESCE}' is {settings.quiesce_timeout_s:g}, and the supervisors were"
+            f"{source}: key '{QUIESCE}' is {settings.quiesce_timeout_s:g}, and the agents were"
             f" told {float(told_s):g}: they read the file of --deepspeed_config alone; set"
             f" {variable(QUIESCE)} where the configuration is made elsewhere"
         )

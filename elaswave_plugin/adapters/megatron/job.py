@@ -88,7 +88,7 @@ class ElasticJob:
     ) -> None:
         """Join the job; ``saves`` is told of its loop.
 
-        Raises ConfigurationError outside a supervisor, for workers that do not factor, and for
+        Raises ConfigurationError outside an agent, for workers that do not factor, and for
         uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))

@@ -64,7 +64,7 @@ class LmJob:
         """Join the job; ``saves`` is told when checkpoints are the job's.
 
         ``script``: what the script had given of the arguments that are adjusted.
-        Raises ConfigurationError outside a supervisor, and for uneven batches.
+        Raises ConfigurationError outside an agent, and for uneven batches.
         """
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         model_parallel = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

@@ -22,7 +22,7 @@ from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
 from elaswave_plugin.core.layout.device_groups import obstacle, shrink_is_safe, uses_nccl
 from elaswave_plugin.errors import ConfigurationError
 
-# Who is lost is decided by the supervisors, and the doorbell ends what is in flight. So torch's
+# Who is lost is decided by the agents, and the doorbell ends what is in flight. So torch's
 # watchdog may neither end an operation nor the process.
 WATCHDOG_SWITCHES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",

@@ -1,61 +1,73 @@
-"""The answers of a supervisor to leaders and candidates, for its node and trainer (pure).
+"""The answers of an agent to leaders and candidates, for its node and its trainers (pure).
 
-The base of `agreement.Agreement`. Promises and acceptances bind the supervisor's whole node.
+The base of `leader.Agreement`. A promise binds the node, whichever life of its agent gave it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from elaswave_plugin.core.agreement.acceptor_state import NodeMemory
 from elaswave_plugin.core.agreement.effects import Deliver, Dismiss, Fence, Over, Ring
 from elaswave_plugin.core.agreement.messages import (
+    Answer,
     Ballot,
+    Begun,
     Committed,
+    Facts,
+    Inventory,
     Prepare,
     Promise,
     Proposal,
+    Quiesced,
     Refuse,
     StopBefore,
 )
 from elaswave_plugin.core.agreement.reporter import Reporter
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
-from elaswave_plugin.errors import EXIT_LEFT_OUT
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.layout.worker_facts import step_told
 
 
 class Acceptor(Reporter, ABC):
-    """One supervisor's part as a member; `nodes[s]` is the node of slot s."""
+    """One agent's part as a member; `nodes[s]` is the node of slot s."""
 
-    def __init__(self, *, slot: int, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
-        super().__init__(slot=slot, nodes=nodes, timeouts=timeouts)
-        self.memory = NodeMemory()
+    def __init__(self, *, node: int, nodes: tuple[int, ...], timeouts: Timeouts) -> None:
+        super().__init__(node=node, nodes=nodes, timeouts=timeouts)
+        # Ballots below this one do not count; and the proposal of the highest ballot so far.
+        self.promised = Ballot.first()
+        self.accepted: Proposal | None = None
+        # The newest commit, for those who were not told of it.
+        self.last: Committed | None = None
         # The newest view that is certainly committed: a leader's history may go on from there.
         self._sure_epoch = 0
         # All members know everything up to here: they have answered what was proposed on top of it.
         self._known_epoch = 0
-        self._accepted: Proposal | None = None
         self._highest_epoch = 0
         self._applied_epoch = 0
-        self._dismissed = False
-        # From candidates, while this supervisor still hears one of a lower slot than theirs.
+        # The highest epoch for which the own trainers were asked to stop, and what they said.
+        self._asked_epoch = 0
+        self._stopped: dict[int, Answer] = {}
+        self._answer: Quiesced | None = None
+        self._steps: dict[int, int] = {}
+        self._is_named = False
+        # From candidates, while this agent still hears one of a lower node than theirs.
         self._early: dict[int, Prepare] = {}
 
     @property
     def follows(self) -> bool:
-        """True if its node has promised none later than the leader that it sees."""
-        return self.memory.promised.leader == self.leader
+        """True if it has promised none later than the leader that it sees."""
+        return self.promised.leader == self.leader
 
-    def recall(self, memory: NodeMemory, now_s: float) -> None:
-        """Take over the node's memory, which any of its supervisors may have changed."""
-        known, self.memory = self.memory, self.memory.joined(memory)
-        if self.memory.promised > known.promised:
-            self._step_down(self.memory.promised, now_s)
-            if not self.follows and self.leader != self.slot:
-                # The leader counts on this node, and would learn of this only at its next proposal.
-                self._send(self.leader, Refuse(promised=self.memory.promised))
+    @property
+    def proposed(self) -> MembershipView | None:
+        """The view that was proposed last, as far as this agent has accepted one."""
+        return None if self.accepted is None else self.accepted.view
+
+    def wants(self, slot: int) -> bool:
+        """Return whether the newest trainer of an own slot is in the view that was proposed."""
+        return self.proposed is not None and self.worker(slot) in self.proposed
 
     # ---- what an agreement adds ---------------------------------------------------------------
 
@@ -65,131 +77,190 @@ class Acceptor(Reporter, ABC):
 
     @abstractmethod
     def _shut_out(self, lost: Iterable[int]) -> bool:
-        """Take over the losses that a leader declares; true if it is this worker that is lost."""
+        """Take over the losses that a leader declares; true if it is this node that is lost."""
 
-    # ---- answers ------------------------------------------------------------------------------
+    @abstractmethod
+    def _take_answer(self, sender: int, answer: Quiesced) -> None:
+        """Note, as the leader, that the trainers of a node have stopped."""
+
+    @abstractmethod
+    def _take_begun(self, sender: int, message: Begun) -> None:
+        """Note, as the leader, how far the trainers of a node are."""
+
+    # ---- answers to others --------------------------------------------------------------------
 
     def _on_prepare(self, sender: int, message: Prepare) -> None:
-        if message.ballot < self.memory.promised:
-            self._send(sender, Refuse(promised=self.memory.promised))
+        if message.ballot < self.promised:
+            self._send(sender, Refuse(promised=self.promised))
             return
         if self.leader < sender:
-            # The sender has lost a worker that is heard here: that one shuts the sender out, or
-            # ends.
+            # The sender has lost a node that is heard here: that one shuts the sender out, or ends.
             self._early[sender] = message
             return
-        self.memory = self.memory.promising(message.ballot)
+        self.promised = message.ballot
         self._step_down()
-        if self._shut_out(message.lost) or self._is_left_behind():
+        if self._shut_out(message.lost):
             return
         known = [view for view in self.history if view.epoch <= self._sure_epoch]
-        known += [view for view in self.memory.before if view.epoch > self._sure_epoch]
         promise = Promise(
             ballot=message.ballot,
             applied_epoch=self._applied_epoch,
             asked_epoch=self._asked_epoch,
             newer=tuple(view for view in known if view.epoch > message.epoch),
-            accepted=self.memory.accepted,
-            lost=tuple(self._supervisors.lost),
+            accepted=self.accepted,
+            lost=tuple(self.nodes.lost),
             news=tuple(self._news),
         )
         self._send(sender, promise)
 
     def _answer_who_leads_now(self) -> None:
-        """Answer a leader that asked before this supervisor had lost all of lower slots."""
+        """Answer a leader that asked before this agent had lost all of lower nodes."""
         if self.leader in self._early:
             self._on_prepare(self.leader, self._early.pop(self.leader))
 
     def _on_propose(self, sender: int, proposal: Proposal, now_s: float) -> None:
-        if proposal.ballot < self.memory.promised:
-            self._send(sender, Refuse(promised=self.memory.promised))
-        elif not self._shut_out(proposal.lost):
+        if proposal.ballot < self.promised:
+            self._send(sender, Refuse(promised=self.promised))
+        elif self._shut_out(proposal.lost):
+            pass
+        elif self._asked_for(proposal.ballot):
+            # It is told on a new link, and what was answered before may be lost.
+            self._tell_how_far(proposal.ballot)
+            if self._answer is not None:
+                self._send(sender, self._answer)
+        else:
             self._accept(proposal, now_s)
 
-    @property
-    def proposed(self) -> MembershipView | None:
-        """The view that was proposed last, as far as this supervisor has accepted one."""
-        return None if self._accepted is None else self._accepted.view
-
-    @property
-    def _asked_epoch(self) -> int:
-        """The highest epoch for which the own trainer was asked to stop."""
-        return 0 if self._accepted is None else self._accepted.ballot.epoch
+    def _asked_for(self, ballot: Ballot) -> bool:
+        """Return whether the own trainers were asked; a newcomer's were not, for what it learns."""
+        accepted = None if self.accepted is None else self.accepted.ballot
+        return accepted == ballot and self._asked_epoch == ballot.epoch
 
     def _accept(self, proposal: Proposal, now_s: float) -> None:
-        self.memory = self.memory.accepting(proposal, self.history, known_epoch=self._known_epoch)
-        # Not what the node has accepted, which may have been told to another trainer only.
-        self._accepted = proposal
+        self.promised, self.accepted = proposal.ballot, proposal
+        self._asked_epoch, self._stopped, self._steps = proposal.ballot.epoch, {}, {}
+        self._answer = None
+        self._is_named = not proposal.boundary
         self._highest_epoch = max(self._highest_epoch, proposal.ballot.epoch)
-        ring = Ring(ballot=proposal.ballot, reason=proposal.view.reason, boundary=proposal.boundary)
-        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        lives = me not in self._reports.failures and self.slot not in self._reports.done
-        # A boundary may be far; a worker that never reaches it hangs, which is found elsewhere.
-        may_answer = lives and not self._detached and self.slot in proposal.view.ranks
-        waits = may_answer and not proposal.boundary
-        self._fence_at_s = now_s + self._answer_limit_s() if waits else None
+        for slot, seat in self.seats.items():
+            lives = self.worker(slot) not in self._reports.failures
+            lives = lives and slot not in self._reports.done
+            # A boundary may be far; a worker that never reaches it hangs, which is found elsewhere.
+            may_answer = lives and not seat.detached and slot in proposal.view.ranks
+            waits = may_answer and not proposal.boundary
+            seat.fence_at_s = now_s + self._answer_limit_s() if waits else None
+        reason = proposal.view.reason
+        ring = Ring(ballot=proposal.ballot, reason=reason, boundary=proposal.boundary)
         self._effects.append(ring)
 
     def _on_stop_before(self, message: StopBefore) -> None:
-        accepted = self._accepted
+        accepted = self.accepted
         if accepted is not None and accepted.ballot == message.ballot:
+            self._is_named = True
             ring = Ring(ballot=accepted.ballot, reason=accepted.view.reason, boundary=True)
             self._effects.append(replace(ring, before_step=message.step))
 
-    def _fence_when_due(self, now_s: float) -> None:
-        if self._fence_at_s is None or now_s < self._fence_at_s or self._accepted is None:
+    # ---- what the own trainers answer ---------------------------------------------------------
+
+    def quiesced(
+        self,
+        slot: int,
+        ballot: Ballot,
+        facts: Facts | None,
+        inventory: Callable[[], Inventory],
+        *,
+        entering: bool = False,
+    ) -> None:
+        """Note that a trainer has stopped for the proposal of `ballot`; no facts: no trainer.
+
+        `inventory()`: what is sealed on this node now; `entering`: no view was delivered to it yet.
+        The leader is told once all trainers here have stopped.
+        """
+        if self.over or self.accepted is None or self.accepted.ballot != ballot:
             return
-        self._fence_at_s = None
-        epoch = self._accepted.ballot.epoch
-        limit_s = f"{self._answer_limit_s():g} s"
-        if self.committed.epoch == 0:
-            self._effects.append(Fence(evidence=f"did not join the job within {limit_s}"))
+        seat = self.seats[slot]
+        seat.fence_at_s = None
+        seat.detached = seat.detached and facts is None
+        self._stopped[slot] = Answer(facts=facts, entering=entering)
+        self._tell_how_far(ballot)
+        if self.seats.keys() <= self._stopped.keys():
+            stopped = dict(self._stopped)
+            answer = Quiesced(ballot=ballot, answers=stopped, inventory=inventory())
+            self._answer = answer
+            if ballot.leader == self.node:
+                self._take_answer(self.node, answer)
+            else:
+                self._send(ballot.leader, answer)
+
+    def begun(self, slot: int, ballot: Ballot, step: int) -> None:
+        """Note that a trainer is in `step`, and stops after it until `Ring` says where."""
+        if not self.over and self.accepted is not None and self.accepted.ballot == ballot:
+            self._steps[slot] = step
+            self._tell_how_far(ballot)
+
+    def _tell_how_far(self, ballot: Ballot) -> None:
+        """Tell the leader, once it is known of all members here, or one of them stands.
+
+        It is told nothing more where it has named the step before which all stop.
+        """
+        if self._is_named:
+            return
+        members = [slot for slot in self.seats if slot in self.committed.ranks]
+        stopped = (self._stopped[slot].facts for slot in members if slot in self._stopped)
+        standing = [step_told(facts) for facts in stopped if facts is not None]
+        if standing:
+            message = Begun(ballot=ballot, step=standing[0], stands=True)
+        elif members and all(slot in self._steps for slot in members):
+            message = Begun(ballot=ballot, step=max(self._steps[slot] for slot in members))
         else:
-            evidence = f"did not answer the proposal of view {epoch} within {limit_s}"
-            self._effects.append(Fence(evidence=evidence))
+            return
+        if ballot.leader == self.node:
+            self._take_begun(self.node, message)
+        else:
+            self._send(ballot.leader, message)
+
+    def _fence_when_due(self, now_s: float) -> None:
+        for slot, seat in self.seats.items():
+            if seat.fence_at_s is None or now_s < seat.fence_at_s or self.accepted is None:
+                continue
+            seat.fence_at_s = None
+            what = f"answer the proposal of view {self.accepted.ballot.epoch}"
+            if self.committed.epoch == 0:
+                what = "join the job"
+            evidence = f"did not {what} within {self._answer_limit_s():g} s"
+            self._effects.append(Fence(slot=slot, evidence=evidence))
+
+    # ---- commits ------------------------------------------------------------------------------
 
     def _on_committed(self, message: Committed) -> None:
         proposal = message.proposal
-        # Valid whatever the node has promised since: a commit is final.
-        if self._accepted is None or proposal.ballot != self._accepted.ballot:
+        # Valid whatever was promised since: a commit is final.
+        if self.accepted is None or proposal.ballot != self.accepted.ballot:
             return
         if proposal.view.epoch <= self.committed.epoch:
             return
         self._learn(proposal.lineage)
         first = proposal.lineage[0] if proposal.lineage else proposal.view
         self._known_epoch = max(view.epoch for view in self.history if view.epoch < first.epoch)
-        # Not only views new to this supervisor: a leader may have adopted views that its trainer
-        # was never told.
+        # Not only views new to this agent: a leader may have adopted views that its trainers
+        # were never told.
         skipped = tuple(view for view in self.history if view.epoch > self._applied_epoch)
         self.history.append(proposal.view)
+        self.last = message
         self._reports.entered(proposal.view)
         self._applied_epoch = self._sure_epoch = proposal.view.epoch
         recent = [view for view in self.history[2:] if view.epoch >= self._known_epoch]
         self.history = [*self.history[:2], *recent]
         self._forget_settled_news(proposal.view)
-        me = WorkerId(slot=self.slot, incarnation=self.incarnation)
-        if me in proposal.view:
+        if any(self.worker(slot) in proposal.view for slot in self.seats):
             self._effects.append(Deliver(committed=message, skipped=skipped))
-        elif self.is_told_to_leave:
-            self._dismissed = True
-            self._effects.append(Dismiss())
+        for slot, seat in self.seats.items():
+            if self.worker(slot) not in proposal.view and self.is_told_to_leave(slot):
+                seat.dismissed = True
+                self._effects.append(Dismiss(slot=slot))
 
     def _learn(self, views: Iterable[MembershipView]) -> None:
         self.history += [view for view in views if view.epoch > self.committed.epoch]
-
-    # ---- how it ends alone ---------------------------------------------------------------------
-
-    def _is_left_behind(self) -> bool:
-        """End if this one was left out: each member has answered every committed proposal."""
-        before = self.memory.before
-        if not before or before[0].epoch <= self._sure_epoch:
-            return False
-        self._end_alone("the others have gone on without this worker")
-        return True
-
-    def _end_alone(self, reason: str) -> None:
-        self._note("shut_out", slot=self.slot, reason=reason)
-        self._end(reason, EXIT_LEFT_OUT)
 
     def _end(self, reason: str, exit_code: int) -> None:
         self.over = True

@@ -22,7 +22,7 @@ def failed_alike(
     """Return the error in which all workers, or all of a stage, have failed; None if they have not.
 
     ``reports``: all failures that count, also of workers in an earlier view only: survivors redo
-    the step, and meet the same error as the first one. ``lost``: slots whose supervisor is lost.
+    the step, and meet the same error as the first one. ``lost``: slots whose agent is lost.
     ``layout``: as JSON, None without stages. A failure of one worker alone is an ordinary loss.
     """
     failed: dict[tuple[str, str, str], dict[int, Raised]] = {}

@@ -1,4 +1,4 @@
-"""The orders of the agreement to its own supervisor."""
+"""The orders of the agreement to its own agent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_plugin.core.agreement.messages import Ballot, Committed, Message
-from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Send a message to the supervisor of slot `to`."""
+    """Send a message to the agent of node `to`."""
 
     to: int
     message: Message
@@ -19,9 +19,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """A proposal is open: ask the own trainer to quiesce, then call `quiesced` with this ballot.
+    """A proposal is open: ask each own trainer to quiesce, then call `quiesced` with this ballot.
 
-    `boundary`: stop between two steps: ask which step it has begun, and call `begun`; with
+    `boundary`: stop between two steps: ask which step each has begun, and call `begun`; with
     `before_step`, stop before that step.
     """
 
@@ -33,7 +33,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """Hand the commit to the own trainer; `skipped` are views it has to apply first."""
+    """Hand the commit to the own trainers in it; `skipped` are views they have to apply first."""
 
     committed: Committed
     skipped: tuple[MembershipView, ...]
@@ -41,39 +41,51 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss:
-    """Let the own trainer go: a view without it is committed, as it had asked."""
+    """Let an own trainer go: a view without it is committed, as it had asked."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """Kill the own trainer, for the reason given as evidence."""
+    """Kill an own trainer, for the reason given as evidence."""
 
+    slot: int
     evidence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disconnect:
-    """Close the link to the supervisor of `slot`; `kill` it first if it runs on this node."""
+class Seated:
+    """Start the first trainer of an own slot that the leader has given to this node."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vacated:
+    """Nothing more is to be done with an own slot: its trainer has left, and all is settled."""
 
     slot: int
-    kill: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """Close the link to the agent of a node."""
+
+    node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Use the link that the newly admitted supervisor at `address` has opened.
+    """A newly admitted agent has the number `node`, and answers at `address`."""
 
-    If there is no such link, the newcomer is lost.
-    """
-
-    slot: int
     node: int
     address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """End: stop the own trainer, tell every peer, and exit."""
+    """End: stop the own trainers, tell every peer, and exit."""
 
     reason: str
     exit_code: int
@@ -87,4 +99,6 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Ring | Deliver | Dismiss | Fence | Disconnect | Connect | Over | Note
+Effect = (
+    Send | Ring | Deliver | Dismiss | Fence | Seated | Vacated | Disconnect | Connect | Over | Note
+)

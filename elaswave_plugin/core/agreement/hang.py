@@ -17,7 +17,7 @@ NOBODY = -1
 COMMIT = -2
 """The commit of a proposed view, and so every worker that has not stopped for it yet."""
 OUTSIDE = -3
-"""Something that no trainer does: a supervisor, a file."""
+"""Something that no trainer does: an agent, a file."""
 
 FACTOR = 3.0
 """A phase may take this many times its median."""

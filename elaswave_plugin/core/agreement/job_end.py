@@ -31,7 +31,7 @@ def ending_of(
 ) -> Ending | None:
     """Decide how the job ends, or None while it goes on.
 
-    ``view``: the newest committed one; ``lost``: evidence by slot of each lost supervisor;
+    ``view``: the newest committed one; ``lost``: evidence by slot of each lost agent;
     ``joined``: some trainer has joined the job; ``layout``: as JSON, with stages.
     """
     gone, failed = reports.gone_from(view, lost), reports.failed_in(view)

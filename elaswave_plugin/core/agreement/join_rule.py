@@ -1,16 +1,15 @@
-"""The admission of another supervisor in the place of a lost one (pure).
+"""The admission of a node that asks for empty slots (pure).
 
-The newcomer opens a link to every supervisor that lives, and then asks the leader. `judge` answers.
-On admission the leader tells all others (`Admit`), which replace the old link by the new one, and
-tells the newcomer what it has to know (`Welcome`). Once all of them use its links, and not before,
-it is a supervisor like any other: it answers proposals, may lead, and is lost when its link breaks.
-If one of them does not use its link (the leader died while it told them), the newcomer gives up,
-and may ask again. Otherwise it could declare lost those that do not answer it, and kill them. Its
-trainer builds while training goes on and enters by an ordinary view change, as a restarted trainer
-does. It has no vote until then (see `supervisors`).
+The newcomer asks the leader; `judge` answers. On admission the leader tells all others (`Admit`),
+and tells the newcomer what it has to know (`Welcome`). From then on it is an agent like any other:
+it answers proposals and is lost when it cannot be reached. Who was not told of it (the leader died
+while it told them) does not hear it, and shuts it out where that one leads next. Its trainers build
+while training goes on and enter by an ordinary view change, as restarted trainers do. It has no
+vote until then (see `quorum`). A node that has slots already may ask for more, and is given them by
+`Admit` alone.
 
-Nothing that the predecessor sent reaches any worker: all living supervisors have closed their links
-to it before they take the new one, its worker is in no view, and its incarnations are older.
+Nothing that the predecessor sent reaches any worker: all living agents have closed their links to
+it before they take the new one, its workers are in no view, and its incarnations are older.
 """
 
 from __future__ import annotations
@@ -18,22 +17,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elaswave_plugin.core.agreement.messages import Proposal
-from elaswave_plugin.core.agreement.quorum import Supervisors
+from elaswave_plugin.core.agreement.quorum import Nodes
 from elaswave_plugin.core.agreement.reports import Reports
 from elaswave_plugin.core.agreement.view import MembershipView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applicant:
-    """A supervisor that asks for a slot; ``linked``: the slots to which it has opened links.
+    """An agent that asks for slots; ``address``: where it answers."""
 
-    ``address``: where it answers; it tells apart several applicants for the same slot.
-    """
-
-    slot: int
     node: int
+    slots: tuple[int, ...]
     address: str
-    linked: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +42,7 @@ class Admission:
 def judge(
     applicant: Applicant,
     *,
-    supervisors: Supervisors,
+    nodes: Nodes,
     view: MembershipView,
     reports: Reports,
     opened: Proposal | None,
@@ -57,21 +52,18 @@ def judge(
 
     ``opened``: the leader's open proposal; ``settled``: no proposal is due by itself.
     """
-    slot = applicant.slot
     if reports.is_ending(view):
         return Admission(reason="the job is ending")
-    if slot not in supervisors.lost:
-        return Admission(reason=f"worker {slot} has a supervisor")
+    empty = nodes.without_agent
+    for slot in applicant.slots:
+        if slot not in empty:
+            return Admission(reason=f"worker {slot} has an agent")
     if not reports.started:
         return Admission(reason="the job has not started yet", later=True)
-    if opened is not None or not settled or slot in view.ranks:
+    if opened is not None or not settled or {*applicant.slots} & {*view.ranks}:
         return Admission(reason="a change of the view is open", later=True)
-    if not supervisors.may_have(applicant.node):
+    if not nodes.lives(applicant.node) and applicant.node < nodes.unused_node:
         return Admission(reason=f"node {applicant.node} was lost", later=True)
-    missing = set(supervisors.living()) - applicant.linked
-    if missing:
-        slots = ", ".join(map(str, sorted(missing)))
-        return Admission(reason=f"it has no link to worker {slots}", later=True)
     return Admission()
 
 

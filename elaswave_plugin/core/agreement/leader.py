@@ -1,14 +1,11 @@
-"""One supervisor's part in agreeing on the next view: inputs in, messages and orders out (pure).
+"""One agent's part in agreeing on the next view: inputs in, messages and orders out (pure).
 
 The life of a proposal: `Propose` -> every trainer quiesces -> `Quiesced` -> `Committed`. A failure
-while one is open supersedes it with a higher epoch. The leader is the lowest slot whose supervisor
-lives. A new leader asks every supervisor (`Prepare`). Each answers once it hears no living
-supervisor of a lower slot. The leader needs a majority of the nodes. It builds on the highest view
-that any of them accepted, since that one may have been committed somewhere. docs/inside.md
-says why no two views of an epoch are ever committed.
+while one is open supersedes it with a higher epoch. Who leads is decided in `candidate`;
+docs/inside.md says why no two views of an epoch are ever committed.
 
-Every supervisor calls the inputs as things happen and `settle` once after each batch of them;
-so several failures in one batch become one proposal.
+Every agent calls the inputs as things happen and `settle` once after each batch of them; so several
+failures in one batch become one proposal.
 
 A failure cannot wait. Arrivals and departures can: their proposal waits for the trainers to reach
 the next boundary between two steps. Each says which step it has begun, and all stop before the
@@ -17,31 +14,29 @@ first step that none has begun.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, replace
+from typing import Self
 
-from elaswave_plugin.core.agreement.acceptor import Acceptor
+from elaswave_plugin.core.agreement.candidate import Candidate
 from elaswave_plugin.core.agreement.effects import (
     Connect,
     Disconnect,
     Effect,
-    Over,
+    Seated,
+    Vacated,
 )
-from elaswave_plugin.core.agreement.election import outcome_of
-from elaswave_plugin.core.agreement.job_end import ending_of, no_quorum
+from elaswave_plugin.core.agreement.job_end import ending_of
 from elaswave_plugin.core.agreement.join_rule import Admission, Applicant, judge, next_incarnation
 from elaswave_plugin.core.agreement.messages import (
     Accuse,
     Admit,
     AllSealed,
-    Ballot,
     Begun,
     Committed,
     Detached,
     Done,
     Facts,
     FirstSeal,
-    Inventory,
     Message,
     Notice,
     Prepare,
@@ -59,83 +54,146 @@ from elaswave_plugin.core.agreement.messages import (
     Stays,
     Stop,
     StopBefore,
+    Vacate,
     Welcome,
 )
 from elaswave_plugin.core.agreement.next_view import boundary_of, find_next_view
-from elaswave_plugin.core.agreement.quorum import Supervisors
+from elaswave_plugin.core.agreement.quorum import Nodes
+from elaswave_plugin.core.agreement.record import Record
+from elaswave_plugin.core.agreement.reporter import Seat
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
+from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView, WorkerId
 from elaswave_plugin.core.layout.worker_facts import pack_payload
-from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
-
-_YIELD_S = 1.0
+from elaswave_plugin.errors import EXIT_LEFT_OUT
 
 
-class Agreement(Acceptor):
-    """The state machine of one supervisor; `nodes[s]` is the node of slot s."""
+class Agreement(Candidate):
+    """The state machine of one agent; `nodes[s]` is the node of slot s."""
 
     def __init__(
-        self, *, slot: int, nodes: tuple[int, ...], timeouts: Timeouts, life: int = 0
+        self, *, node: int, nodes: tuple[int, ...], timeouts: Timeouts, life: int = 0
     ) -> None:
-        """`life`: a number that no other supervisor of this slot has had; 0 at the launch."""
-        super().__init__(slot=slot, nodes=nodes, timeouts=timeouts)
-        self._life = life
-        self._elected = self.memory.promised if slot == 0 else None
-        self._must_propose = slot == 0
-        self._yields_until_s: float | None = None
-        self._election: Ballot | None = None
-        self._promises: dict[int, Promise] = {}
-        self._common_epoch = 0
-        self._open: Proposal | None = None
+        """`life`: a number that no other agent of this node has had; 0 at the launch."""
+        super().__init__(node=node, nodes=nodes, timeouts=timeouts, life=life)
         self._known_to_open = (0, 0, 0, False)
-        self._begun: dict[int, int] = {}
+        self._begun: dict[int, Begun] = {}
         self._stops_before: int | None = None
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
-        self._quorum_until_s: float | None = None
 
     @classmethod
-    def of_newcomer(cls, welcome: Welcome, *, timeouts: Timeouts, life: int) -> Agreement:
-        """Create the part of a supervisor that replaces a lost one, from what it has missed."""
-        new = cls(slot=welcome.worker.slot, nodes=welcome.nodes, timeouts=timeouts, life=life)
-        new._supervisors = Supervisors(welcome.nodes, welcome.lost, unused_node=welcome.unused_node)
+    def of_newcomer(cls, welcome: Welcome, node: int, *, timeouts: Timeouts, life: int) -> Self:
+        """Create the part of an agent that comes to a running job, from what it has missed."""
+        new = cls(node=node, nodes=welcome.nodes, timeouts=timeouts, life=life)
+        new.nodes = Nodes(
+            welcome.nodes, welcome.lost, welcome.empty, unused_node=welcome.unused_node
+        )
         new.history = list(welcome.history)
-        new.incarnation = welcome.worker.incarnation
+        for worker in welcome.workers:
+            new.seats[worker.slot].incarnation = worker.incarnation
         new._sure_epoch = new._known_epoch = new.committed.epoch
-        if welcome.accepted is not None:
-            new.memory = new.memory.accepting(
-                welcome.accepted, new.history, known_epoch=new.committed.epoch
-            )
-        new.memory = new.memory.promising(welcome.ballot)
+        new.promised, new.accepted = welcome.ballot, welcome.accepted
         new._highest_epoch = max(welcome.ballot.epoch, new.committed.epoch)
-        # Its trainer is told the whole history when it enters.
+        # Its trainers are told the whole history when they enter.
         new._applied_epoch = new.committed.epoch
         new._elected, new._must_propose = None, False
+        new.addresses = dict(welcome.addresses)
         new._reports.incarnations |= welcome.incarnations
         new._news.append(AllSealed())
-        new._learn_news(new.slot, AllSealed(), 0.0)
+        new._learn_news(AllSealed(), 0.0)
+        return new
+
+    @classmethod
+    def of_next_life(
+        cls, record: Record, node: int, *, timeouts: Timeouts, life: int, now_s: float
+    ) -> Self:
+        """Create the part of an agent that follows one that died: its trainers went on.
+
+        Each of them tells what it has done; `trainer_starts` is not called for them.
+        """
+        new = cls(node=node, nodes=record.nodes, timeouts=timeouts, life=life)
+        new.nodes = Nodes(record.nodes, record.lost, record.empty, unused_node=record.unused_node)
+        new.seats = {slot: replace(seat) for slot, seat in record.seats.items()}
+        new.history, new.last = list(record.history), record.last
+        new._sure_epoch, new._known_epoch = record.sure_epoch, record.known_epoch
+        new._applied_epoch = new.committed.epoch
+        new._highest_epoch = max(record.promised.epoch, new.committed.epoch)
+        new._elected, new._must_propose = None, False
+        new.addresses = dict(record.addresses)
+        new._reports.incarnations |= record.incarnations
+        if record.started:
+            new._news.append(AllSealed())
+            new._learn_news(AllSealed(), 0.0)
+        new._asked_epoch = new.committed.epoch
+        if record.accepted is not None and record.accepted.ballot.epoch > new.committed.epoch:
+            new._accept(record.accepted, now_s)
+        new.promised, new.accepted = record.promised, record.accepted
         return new
 
     @property
-    def leads(self) -> bool:
-        """True if it was elected and knows of no later leader."""
-        return self._elected is not None and self.leader == self.slot
+    def to_store(self) -> tuple[object, ...]:
+        """Something that changes with each change of `record`."""
+        ballot = None if self.accepted is None else self.accepted.ballot
+        seats = tuple((slot, seat.incarnation, seat.dismissed) for slot, seat in self.seats.items())
+        epoch = self._sure_epoch
+        return self.promised, ballot, epoch, self.started, seats, self.nodes.changes
 
-    def votes(self, message: Message | None = None) -> bool:
-        """Return whether to receive this (None: to settle) may use or change the node's memory.
+    def record(self) -> Record:
+        """Return what the next life of this agent begins with, to be stored before it speaks."""
+        return Record(
+            promised=self.promised,
+            accepted=self.accepted,
+            last=self.last,
+            history=tuple(view for view in self.history if view.epoch <= self._sure_epoch),
+            sure_epoch=self._sure_epoch,
+            known_epoch=self._known_epoch,
+            started=self.started,
+            seats={slot: replace(seat, fence_at_s=None) for slot, seat in self.seats.items()},
+            nodes=self.nodes.of_slots,
+            addresses=self.addresses,
+            lost=self.nodes.lost,
+            empty=self.nodes.empty,
+            incarnations=self._reports.incarnations,
+            unused_node=self.nodes.unused_node,
+        )
 
-        If so, it has to recall that memory first, and the node has to store `memory` after it,
-        before any effect is carried out. None of its other supervisors may vote in between.
+    def linked(self, node: int, epoch: int) -> None:
+        """Note that there is a new link with the agent of `node`: tell it what it may not know.
+
+        What was under way on another link is lost, and the agent may have another life. `epoch`:
+        of the newest view that it knows to be committed.
         """
-        if message is None:
-            return self.leader == self.slot or self.leader in self._early
-        return isinstance(message, Prepare | Propose | Admit)
+        if self.over or not self.nodes.lives(node):
+            return
+        outside = {*self._outside}
+        self._forget(node)
+        self._outside = outside  # its trainers went on
+        if self.leads:
+            incarnations, slots = self._reports.incarnations, self.nodes.slots_of(node)
+            self._send(
+                node,
+                self._welcome(
+                    tuple(WorkerId(slot=s, incarnation=incarnations.get(s, 0)) for s in slots)
+                ),
+            )
+            if self.last is not None and epoch < self.committed.epoch:
+                self._send(node, self.last)
+            if self._open is not None:
+                self._send(node, Propose(proposal=self._open))
+                if self._stops_before is not None:
+                    self._send(node, StopBefore(ballot=self._open.ballot, step=self._stops_before))
+        elif self._election is not None:
+            self._send(node, self._prepare(self._election))
+        elif node == self.leader:  # what was said while there was no link
+            for news in self._news:
+                if not isinstance(news, AllSealed):
+                    self._send(node, news)
 
     # ---- inputs -------------------------------------------------------------------------------
 
     def receive(self, sender: int, message: Message, now_s: float) -> None:
-        """Take a message from the supervisor of slot `sender`."""
-        if self.over or sender in self._supervisors.lost:
+        """Take a message from the agent of node `sender`."""
+        if self.over or not self.nodes.lives(sender):
             return
         match message:
             case Prepare():
@@ -148,8 +206,7 @@ class Agreement(Acceptor):
             case Quiesced():
                 self._take_answer(sender, message)
             case Begun():
-                if self._open is not None and message.ballot == self._open.ballot:
-                    self._begun[sender] = message.step
+                self._take_begun(sender, message)
             case StopBefore():
                 self._on_stop_before(message)
             case Committed():
@@ -157,17 +214,23 @@ class Agreement(Acceptor):
             case Refuse():
                 self._on_refuse(message.promised, now_s)
             case Accuse():
-                if self.leader == self.slot and message.slot != self.slot:
-                    self.lost(message.slot, message.evidence)
+                if self.leader == self.node and message.node != self.node:
+                    self.lost(message.node, message.evidence)
             case AllSealed():
                 self._news.append(message)
-                self._learn_news(sender, message, now_s)
+                self._learn_news(message, now_s)
+            case Vacate():
+                self._on_vacate(sender, message)
+            case Settled():
+                self._learn_news(message, now_s)
+                if self.leader == self.node:
+                    self._tell_leavers(message, sender)
             case Admit():
                 # The next leader shuts out a newcomer of which it does not know.
-                if message.ballot.is_in_term_of(self.memory.promised):
-                    self._give_slot(message)
+                if message.ballot.is_in_term_of(self.promised):
+                    self._give_slots(message)
             case Welcome():
-                pass  # a newcomer's part is created from it
+                self._catch_up(message)
             case (
                 Report()
                 | Severed()
@@ -176,38 +239,25 @@ class Agreement(Acceptor):
                 | Done()
                 | Ready()
                 | Notice()
-                | Settled()
                 | Starts()
             ):
-                self._learn_news(sender, message, now_s)
+                self._learn_news(message, now_s)
             case Detached():
-                self._note_detached(sender, message)
+                self._note_detached(message)
             case Stays():
                 self._forget_notice(message.worker)
             case Stop():
                 self._on_stop(sender, message)
 
-    def lost(self, slot: int, evidence: str) -> None:
-        """Note that the supervisor of `slot` is gone (its link closed, or it was silent)."""
-        if self.over or slot in self._supervisors.lost or slot == self.slot:
-            return
-        self._supervisors.lose(slot, evidence)
-        self._forget(slot)
-        # Only the leader kills: to the others a kill looks like a link that broke by itself, and
-        # the leader has to know what was seen. Before it is elected, the other one may be right.
-        if self.leader != self.slot:
-            self._send(self.leader, Accuse(slot=slot, evidence=evidence))
-        self._effects.append(Disconnect(slot=slot, kill=self.leads))
-
     def admit(self, applicant: Applicant) -> Admission:
-        """Decide on a supervisor that asks for a vacant slot; if it is let in, tell all others."""
+        """Decide on a node that asks for empty slots; if it gets them, tell all others."""
         if self.over:
             return Admission(reason="the job is over")
         if not self.leads:
             return Admission(reason="this one does not lead the job", later=True)
         verdict = judge(
             applicant,
-            supervisors=self._supervisors,
+            nodes=self.nodes,
             view=self.committed,
             reports=self._reports,
             opened=self._open,
@@ -217,53 +267,45 @@ class Agreement(Acceptor):
             self._let_in(applicant)
         return verdict
 
-    def quiesced(
-        self,
-        ballot: Ballot,
-        facts: Facts | None,
-        inventory: Inventory,
-        *,
-        entering: bool = False,
-    ) -> None:
-        """Note that the own trainer has stopped for the proposal of `ballot`; no facts: no trainer.
-
-        `entering`: no view was delivered to it yet.
-        """
-        if self.over or self._accepted is None or self._accepted.ballot != ballot:
-            return
-        self._fence_at_s = None
-        self._detached = self._detached and facts is None
-        answer = Quiesced(ballot=ballot, facts=facts, inventory=inventory, entering=entering)
-        if ballot.leader == self.slot:
-            self._take_answer(self.slot, answer)
-        else:
-            self._send(ballot.leader, answer)
-
-    def begun(self, ballot: Ballot, step: int) -> None:
-        """Note that the own trainer is in `step`, and stops after it until `Ring` says where."""
-        message = Begun(ballot=ballot, step=step)
-        if ballot.leader == self.slot:
-            self.receive(self.slot, message, 0.0)
-        else:
-            self._send(ballot.leader, message)
-
     def detached(self, message: Detached) -> None:
-        """Note that the own trainer works outside the job; the leader reports this once for all."""
-        if self._detached:
+        """Note that a trainer works outside the job; the leader reports this once for all."""
+        seat = self.seats[message.slot]
+        if seat.detached:
             return
-        self._detached, self._fence_at_s = True, None
-        if self.leader == self.slot:
-            self._note_detached(self.slot, message)
+        seat.detached, seat.fence_at_s = True, None
+        if self.leader == self.node:
+            self._note_detached(message)
         else:
             self._send(self.leader, message)
 
-    def _note_detached(self, slot: int, message: Detached) -> None:
+    def _note_detached(self, message: Detached) -> None:
         if self._reports.lacking is None:
             self._reports.lacking = message.missing
-            self._note("detached", slot=slot, trains=message.trains, missing=message.missing)
+            self._note("detached", **asdict(message))
+
+    def vacate(self, slot: int, evidence: str) -> None:
+        """Give an own slot up: this node starts no trainer in it any more."""
+        self.nodes.vacate(slot, evidence)
+        del self.seats[slot]
+        self._tell_first_nodes(Vacate(slot=slot, evidence=evidence))
+        self._effects.append(Vacated(slot=slot))
+
+    def leave(self, slot: int, evidence: str, now_s: float) -> None:
+        """Give an own slot up on a signal: the others go on without its worker, at once."""
+        failure = FailureEvent(
+            kind="leave", **asdict(self.worker(slot)), detected_at_s=now_s, evidence=evidence
+        )
+        report = Report(failure=failure, exit_code=None)
+        self._learn_news(report, now_s)
+        self._tell_first_nodes(report)
+        self.vacate(slot, evidence)
+
+    def _on_vacate(self, sender: int, message: Vacate) -> None:
+        if self.nodes.of_slots[message.slot] == sender:
+            self.nodes.vacate(message.slot, message.evidence)
 
     def abandon(self, reason: str, exit_code: int) -> None:
-        """Stop the whole job: the own trainer found that it cannot go on."""
+        """Stop the whole job: a trainer of this node found that it cannot go on."""
         self._stop(reason, exit_code)
 
     def deadline_s(self) -> float | None:
@@ -272,7 +314,8 @@ class Agreement(Acceptor):
         renew_at_s = None if severed is None or not self.leads else severed[1]
         leave_at_s = self._reports.leave_at_s if self.leads else None
         waits_s = self._quorum_until_s, self._yields_until_s
-        deadlines = (self._fence_at_s, *waits_s, renew_at_s, leave_at_s)
+        fence_at_s = (seat.fence_at_s for seat in self.seats.values())
+        deadlines = (*fence_at_s, *waits_s, renew_at_s, leave_at_s)
         times = [time_s for time_s in deadlines if time_s is not None]
         return min(times) if times and not self.over else None
 
@@ -281,113 +324,28 @@ class Agreement(Acceptor):
         if not self.over:
             self._fence_when_due(now_s)
             self._answer_who_leads_now()
-            if self.leader != self.slot:
+            if self.leader != self.node:
                 self._step_down()
             elif not self.leads:
                 self._campaign(now_s)
             if self.leads and not self.over:
                 self._lead(now_s)
-            if self._dismissed and not self.over and self._reports.all_settled(self.committed):
-                self.over = True
-                self._effects.append(Over(reason="it left, as it was told to", exit_code=0))
+            self._let_the_dismissed_go()
         effects, self._effects = self._effects, []
         return effects
 
-    # ---- who leads ----------------------------------------------------------------------------
-
-    def _on_refuse(self, promised: Ballot, now_s: float) -> None:
-        if promised > self.memory.promised:
-            self._highest_epoch = max(self._highest_epoch, promised.epoch)
-            self._step_down(promised, now_s)
-
-    def _step_down(self, promised: Ballot | None = None, now_s: float = 0.0) -> None:
-        """Stop leading, or trying to lead; what it adopted may be wrong.
-
-        `promised`: a higher ballot, for which it was refused. It may be elected again with a still
-        higher one, at once if its slot is lower: so one of two candidates waits.
-        """
-        stood = self._elected is not None or self._election is not None
-        if promised is None:
-            self._yields_until_s = None
-        elif stood and promised.leader < self.slot:
-            self._yields_until_s = now_s + _YIELD_S
-        if stood:
-            self._elected = self._election = self._open = None
-            self._drop_adopted()
-
-    def _drop_adopted(self) -> None:
-        self.history = [view for view in self.history if view.epoch <= self._sure_epoch]
-
-    def _shut_out(self, lost: Iterable[int]) -> bool:
-        """Take over the losses that a leader declares; true if it is this worker that is lost."""
-        for slot in lost:
-            self.lost(slot, "declared lost by the leader")
-        if self.slot in lost:
-            self._end_alone("this worker was declared lost by the others")
-        return self.slot in lost
-
-    def _forget(self, slot: int) -> None:
-        """Drop all answers of a lost supervisor: the snapshots it listed went with it."""
-        self._promises.pop(slot, None)
-        self._early.pop(slot, None)
-        self._answers.pop(slot, None)
-        self._outside.discard(slot)
+    def _let_the_dismissed_go(self) -> None:
+        """Trainers that have left are needed no more once all members have sealed without them."""
+        dismissed = [slot for slot, seat in self.seats.items() if seat.dismissed]
+        if self.over or not dismissed or not self._reports.all_settled(self.committed):
+            return
+        if len(dismissed) == len(self.seats):
+            self._end("it left, as it was told to", 0)
+            return
+        for slot in dismissed:
+            self.vacate(slot, "its worker left, as it was told to")
 
     # ---- as the leader ------------------------------------------------------------------------
-
-    def _campaign(self, now_s: float) -> None:
-        """Gather promises from every living supervisor, then lead."""
-        if self._yields_until_s is not None and now_s < self._yields_until_s:
-            return
-        self._yields_until_s = None
-        if self._election is None:
-            if self._is_left_behind():
-                return
-            self._learn(self.memory.before)
-            self._sure_epoch = self.committed.epoch
-            if not self._has_quorum(self._supervisors.living(), [self.committed], now_s):
-                return
-            term = max(self._highest_epoch, self.memory.promised.epoch) + 1
-            own = Ballot(term=term, leader=self.slot, life=self._life, epoch=term)
-            self._election, self.memory = own, self.memory.promising(own)
-            self._promises = {}
-            lost = tuple(self._supervisors.lost)
-            known = self.committed.epoch
-            self._broadcast(Prepare(ballot=self._election, epoch=known, lost=lost))
-        if all(slot in self._promises for slot in self._supervisors.living() if slot != self.slot):
-            self._win(self._election, now_s)
-
-    def _win(self, ballot: Ballot, now_s: float) -> None:
-        promises = list(self._promises.values())
-        self._drop_adopted()
-        self._learn_drain_requests(now_s)
-        for sender, promise in self._promises.items():
-            for news in promise.news:
-                self._learn_news(sender, news, now_s)
-        for promise in promises:
-            for slot in promise.lost:
-                self.lost(slot, "its link to another worker is gone")
-        won = outcome_of(
-            promises,
-            applied_epoch=self._applied_epoch,
-            asked_epoch=self._asked_epoch,
-            accepted=self.memory.accepted,
-            committed=self.committed,
-        )
-        if self._shut_out(won.lost):
-            return
-        self._common_epoch, self._must_propose = won.common_epoch, won.must_propose
-        self._learn(won.missed)
-        self._sure_epoch = self.committed.epoch
-        self._learn(won.adopted)
-        recent = [view for view in self.history if view.epoch >= self._common_epoch]
-        if not self._has_quorum(self._supervisors.living(), recent, now_s):
-            return
-        self._highest_epoch = max(ballot.epoch - 1, self.committed.epoch, won.asked_epoch)
-        self._election, self._elected, self._open = None, ballot, None
-        self._quorum_until_s = None
-        self._effects += [Disconnect(slot=slot, kill=True) for slot in self._supervisors.lost]
-        self._note("leader_elected", epoch=ballot.epoch, by=self.slot)
 
     @property
     def _bases(self) -> list[MembershipView]:
@@ -408,7 +366,7 @@ class Agreement(Acceptor):
         # are such answers.
         severed = self._reports.severed
         is_severed = severed is not None and now_s >= severed[1]
-        known = self._reports.changes, self._supervisors.changes, len(self._outside), is_severed
+        known = self._reports.changes, self.nodes.changes, len(self._outside), is_severed
         if self._open is None or known != self._known_to_open:
             self._known_to_open = known
             self._keep_who_is_needed(None if self._open is None else self._open.view)
@@ -423,7 +381,7 @@ class Agreement(Acceptor):
             self.committed,
             opened,
             self._reports,
-            lost=self._supervisors.lost,
+            lost=self.nodes.without_agent,
             outside=self._outside,
             must_propose=self._must_propose,
             now_s=now_s,
@@ -438,14 +396,14 @@ class Agreement(Acceptor):
 
     def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
         self._open, self._begun, self._stops_before = None, {}, None
-        if not self._has_quorum(self._supervisors.living(), self._bases, now_s):
+        if not self._has_quorum(self.nodes.living(), self._bases, now_s):
             return
         assert self._elected is not None
         ballot = replace(self._elected, epoch=self._highest_epoch + 1)
         proposal = Proposal(
             ballot=ballot,
             view=replace(target, epoch=ballot.epoch),
-            lost=tuple(self._supervisors.lost),
+            lost=tuple(self.nodes.lost),
             lineage=tuple(view for view in self.history if view.epoch > self._common_epoch),
             boundary=boundary,
         )
@@ -458,34 +416,37 @@ class Agreement(Acceptor):
         if self._open is None or answer.ballot != self._open.ballot:
             return
         self._answers[sender] = answer
-        if answer.entering and self._reports.started and not self._open.boundary:
-            self._outside.add(sender)
+        if self._reports.started and not self._open.boundary:
+            self._outside |= {slot for slot, one in answer.answers.items() if one.entering}
+
+    def _take_begun(self, sender: int, message: Begun) -> None:
+        if self._open is not None and message.ballot == self._open.ballot:
+            self._begun[sender] = message
 
     def _name_the_boundary(self, proposal: Proposal) -> None:
         """Tell all before which step they stop, once the progress of each member is known."""
         if not proposal.boundary or self._stops_before is not None:
             return
-        members = [slot for slot in self.committed.ranks if slot not in self._supervisors.lost]
-        self._stops_before = boundary_of(members, self._answers, self._begun)
+        members = {n for n in self.committed.nodes if self.nodes.lives(n)}
+        self._stops_before = boundary_of(members, self._begun)
         if self._stops_before is not None:
             message = StopBefore(ballot=proposal.ballot, step=self._stops_before)
             self._broadcast(message)
             self._on_stop_before(message)
 
     def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
-        if not all(slot in self._answers for slot in self._supervisors.living()):
+        if not self._answers.keys() >= {*self.nodes.living()}:
             return
+        told = {s: one for answer in self._answers.values() for s, one in answer.answers.items()}
         facts: dict[int, Facts] = {}
         for slot in proposal.view.ranks:
-            answer = self._answers[slot].facts
+            answer = told[slot].facts
             if answer is None:
                 return  # its trainer is gone or done, and that report supersedes this proposal
             facts[slot] = answer
         if not self._has_quorum(self._answers, self._bases, now_s):
             return
-        inventory = [
-            record for slot in sorted(self._answers) for record in self._answers[slot].inventory
-        ]
+        inventory = [one for node in sorted(self._answers) for one in self._answers[node].inventory]
         committed = Committed(proposal=proposal, payload=pack_payload(facts, inventory))
         self._open, self._must_propose = None, False
         self._outside.clear()
@@ -496,71 +457,90 @@ class Agreement(Acceptor):
             epoch=proposal.view.epoch,
             ranks=list(proposal.view.ranks),
             reason=proposal.view.reason,
-            by=self.slot,
+            by=self.node,
         )
         self._on_committed(committed)
 
     def _let_in(self, applicant: Applicant) -> None:
-        incarnation = next_incarnation(applicant.slot, self.history, self._reports)
-        worker = WorkerId(slot=applicant.slot, incarnation=incarnation)
+        workers = tuple(
+            WorkerId(slot=slot, incarnation=next_incarnation(slot, self.history, self._reports))
+            for slot in applicant.slots
+        )
+        is_new = not self.nodes.lives(applicant.node)
         message = Admit(
-            ballot=self.memory.promised,
-            worker=worker,
-            node=applicant.node,
-            address=applicant.address,
+            ballot=self.promised, node=applicant.node, address=applicant.address, workers=workers
         )
         self._broadcast(message)
-        self._give_slot(message)
-        welcome = Welcome(
-            ballot=self.memory.promised,
-            worker=worker,
-            nodes=self._supervisors.nodes,
+        self._give_slots(message)
+        if is_new:
+            self._send(applicant.node, self._welcome(workers))
+        self._note("node_admitted", node=applicant.node, slots=list(applicant.slots))
+
+    def _welcome(self, workers: tuple[WorkerId, ...]) -> Welcome:
+        return Welcome(
+            ballot=self.promised,
+            workers=workers,
+            nodes=self.nodes.of_slots,
+            addresses=dict(self.addresses),
             history=tuple(self.history),
-            accepted=self.memory.accepted,
-            lost=dict(self._supervisors.lost),
+            accepted=self.accepted,
+            lost=dict(self.nodes.lost),
+            empty=dict(self.nodes.empty),
             incarnations=dict(self._reports.incarnations),
-            unused_node=self.unused_node,
+            unused_node=self.nodes.unused_node,
         )
-        self._send(worker.slot, welcome)
-        self._note("supervisor_admitted", slot=worker.slot, node=applicant.node)
 
-    def _give_slot(self, message: Admit) -> None:
-        """Give a slot to a newcomer, whatever was known of its predecessor."""
-        worker = message.worker
-        if worker.slot not in self._supervisors.lost:
-            self._effects.append(Disconnect(slot=worker.slot, kill=False))
-        self._forget(worker.slot)
-        self._supervisors.take(worker.slot, message.node)
-        self._reports.replaced(worker)
-        connect = Connect(slot=worker.slot, node=message.node, address=message.address)
-        self._effects.append(connect)
+    def _catch_up(self, welcome: Welcome) -> None:
+        """Learn, in another life, what was told while there was no agent here."""
+        if not welcome.ballot.is_in_term_of(self.promised):
+            return
+        if self.node not in welcome.nodes or self._shut_out(welcome.lost):
+            return
+        self.nodes = Nodes(
+            welcome.nodes, welcome.lost, welcome.empty, unused_node=welcome.unused_node
+        )
+        self.addresses = dict(welcome.addresses)
+        self._reports.incarnations |= welcome.incarnations
+        for slot in self.nodes.slots_of(self.node):
+            if slot not in self.seats:  # it was given to this node just before
+                number = self._reports.incarnations[slot]
+                self.seats[slot] = Seat(incarnation=number)
+                self._effects.append(Seated(worker=WorkerId(slot=slot, incarnation=number)))
 
-    def _has_quorum(
-        self, slots: Iterable[int], views: Iterable[MembershipView], now_s: float
-    ) -> bool:
-        """Return whether `slots` are a majority of every view's nodes; if not, wait, then stop."""
-        short = self._supervisors.minority_in(slots, views)
-        if short is None:
-            if self._elected is not None:
-                self._quorum_until_s = None
-            return True
-        of = sorted(set(short.nodes))
-        heard = sorted(self._supervisors.nodes_of(slots).intersection(of))
-        if self._quorum_until_s is None:
-            self._quorum_until_s = now_s + self.timeouts.quorum_wait_s
-            self._note("quorum_lost", nodes_heard=heard, of=of)
-        elif now_s >= self._quorum_until_s:
-            gone = sorted((s, why) for s, why in self._supervisors.lost.items() if s in short.ranks)
-            causes = "; ".join(f"worker {slot}: {why}" for slot, why in gone)
-            self._stop(no_quorum(len(heard), len(of), causes), EXIT_FAILED, part=True)
-        return False
+    def _give_slots(self, message: Admit) -> None:
+        """Give slots to a node, whatever was known of those that had them."""
+        lived = self.nodes.living()
+        if message.node not in lived:
+            self.addresses[message.node] = message.address
+            self._effects.append(Connect(node=message.node, address=message.address))
+        for worker in message.workers:
+            self.nodes.take(worker.slot, message.node)
+            self._reports.replaced(worker)
+            if message.node == self.node:
+                self.seats[worker.slot] = Seat(incarnation=worker.incarnation)
+                self._effects.append(Seated(worker=worker))
+        here = {*self.nodes.of_slots}
+        self.addresses = {node: one for node, one in self.addresses.items() if node in here}
+        for node in lived:
+            if not self.nodes.lives(node):  # this one had not heard of its loss
+                self._forget(node)
+                self._effects.append(Disconnect(node=node))
+
+    def _forget(self, node: int) -> None:
+        """Drop all answers of an agent that is gone: the snapshots it listed went with it."""
+        self._promises.pop(node, None)
+        self._early.pop(node, None)
+        self._answers.pop(node, None)
+        self._begun.pop(node, None)
+        self._outside -= {*self.nodes.slots_of(node)}
 
     # ---- the end ------------------------------------------------------------------------------
 
     def _stop_if_decided(self) -> bool:
         """Stop the job if its end is due; return true also while the last exits are awaited."""
-        joined = any(answer.facts is not None for answer in self._answers.values())
-        lost, layout = self._supervisors.lost, self.layout
+        answers = (one for told in self._answers.values() for one in told.answers.values())
+        joined = any(answer.facts is not None for answer in answers)
+        lost, layout = self.nodes.without_agent, self.layout
         ending = ending_of(self.committed, self._reports, lost, joined=joined, layout=layout)
         if ending is not None and ending.reason is not None:
             self._stop(ending.reason, ending.exit_code)
@@ -575,25 +555,24 @@ class Agreement(Acceptor):
             self._broadcast(AllSealed())
 
     def _stop(self, reason: str, exit_code: int, *, part: bool = False) -> None:
-        """End the job, or, with `part`, only the supervisors that follow this one."""
+        """End the job, or, with `part`, only the agents that follow this one."""
         if self.over:
             return
-        self._broadcast(Stop(reason=reason, exit_code=exit_code, part=part))
-        if self.leader == self.slot:
+        stop = Stop(reason=reason, exit_code=exit_code, part=part)
+        if self.leader == self.node:
+            self._broadcast(stop)
+        else:  # the leader tells the others
+            self._tell_first_nodes(stop)
+        if self.leader == self.node:
             self._note("job_over", reason=reason, exit_code=exit_code)
         self._end(reason, EXIT_LEFT_OUT if part else exit_code)
 
     def _on_stop(self, sender: int, message: Stop) -> None:
         if message.part and sender != self.leader:
-            return  # other parts may go on, and this supervisor with them
-        nodes, own = self._supervisors.nodes, self._supervisors.nodes[self.slot]
-        # The leader reports it on its own node. On this one, one supervisor does, or each of them
-        # if the others here may go on.
-        beside = [slot for slot in self._supervisors.living() if nodes[slot] == own]
-        speaks = message.part or self.slot == min(beside)
-        if message.exit_code and speaks and own not in (nodes[sender], nodes[self.leader]):
-            by = {"by": sender, "node": nodes[sender]}
-            self._note("told_to_stop", slot=self.slot, **by, reason=message.reason)
+            return  # other parts may go on, and this node with them
+        # The leader reports it on its own node.
+        if message.exit_code and (message.part or self.node != self.leader):
+            self._note("told_to_stop", node=self.node, by=sender, reason=message.reason)
         if message.part:
             self._end(message.reason, EXIT_LEFT_OUT)
         else:

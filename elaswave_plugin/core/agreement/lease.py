@@ -1,8 +1,8 @@
 """The lease: a worker may act in the name of the job as long as the others wait for it (pure).
 
-A supervisor that is silent for ``lasts_s`` is lost, and its worker with it. So a beat that a
-supervisor has heard is a promise: for ``lasts_s`` after it was *sent*, none gives its sender up.
-The leader tells each supervisor which of its beats it has heard, and for how long from then on it
+An agent that is silent for ``lasts_s`` is lost, and its worker with it. So a beat that a
+agent has heard is a promise: for ``lasts_s`` after it was *sent*, none gives its sender up.
+The leader tells each agent which of its beats it has heard, and for how long from then on it
 was sure to lead itself, which it is while most nodes of the view have heard it. Each reads its own
 clock, which counts on while its machine is suspended (``ipc/lease_clock.py``).
 
@@ -23,7 +23,7 @@ from collections.abc import Collection, Hashable
 
 
 class Lease:
-    """One supervisor's lease; ``lasts_s``: the silence in seconds after which it is lost."""
+    """One agent's lease; ``lasts_s``: the silence in seconds after which it is lost."""
 
     def __init__(self, *, lasts_s: float) -> None:
         self._lasts_s = lasts_s
@@ -47,7 +47,7 @@ class Lease:
             self.until_s = max(self.until_s, until_s)
 
     def acknowledged(self, node: Hashable, number: int, *, now_s: float) -> None:
-        """Note that a supervisor on another node has heard this beat."""
+        """Note that an agent on another node has heard this beat."""
         self._forget(now_s)
         if number in self._sent_s:
             known_s = self._heard_by.get(node, float("-inf"))

@@ -1,4 +1,4 @@
-"""The messages that supervisors send to each other."""
+"""The messages that the agents of a job send to each other, one agent a node."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Inventory = list[dict[str, Any]]
 class Ballot:
     """The right to propose one view: ordered by term, then by its leader, then by epoch.
 
-    A term is one leadership, and a leader elected later has a higher one; `epoch`: that of the
-    view. `life` tells the supervisors apart that have had the slot of the leader: no two of them
+    A term is one leadership, and a leader elected later has a higher one; `leader`: its node;
+    `epoch`: that of the view. `life` tells the agents apart that the node has had: no two of them
     ever use the same ballot.
     """
 
@@ -31,7 +31,7 @@ class Ballot:
 
     @classmethod
     def first(cls) -> Ballot:
-        """Return the ballot by which slot 0 of the launch leads, which needs no promise."""
+        """Return the ballot by which the first node of the launch leads, without any promise."""
         return cls(term=0, leader=0, epoch=0)
 
     def is_in_term_of(self, other: Ballot) -> bool:
@@ -41,7 +41,7 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A view under a ballot; `lost` are slots whose supervisors are shut out for good.
+    """A view under a ballot; `lost` are nodes whose agents are shut out for good.
 
     `lineage` are earlier views, oldest first, that some member may not have applied yet.
     `boundary`: it waits until the trainers are between two steps. Only such a one lets workers in,
@@ -75,11 +75,10 @@ class Prepare(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(WireMessage):
-    """The answer to `Prepare`: what this member knows, its node has accepted, its trainer was told.
+    """The answer to `Prepare`: what this agent knows and has accepted, what its trainers were told.
 
     `newer`: committed views that the asker does not know; `asked_epoch`: the highest for which its
-    trainer was asked to stop; `news` is what it had told the leader before. `newer` and `accepted`
-    are its node's, the rest its own.
+    trainers were asked to stop; `lost`: nodes; `news` is what it had told the leader before.
     """
 
     ballot: Ballot
@@ -99,24 +98,38 @@ class Propose(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quiesced(WireMessage):
-    """A member accepted the proposal and its trainer (if it has one: facts) has stopped.
+class Answer:
+    """A trainer's answer to a proposal: it has stopped; no facts: there is no trainer.
 
-    `entering`: that trainer has not been in any view yet.
+    `entering`: it has not been in any view yet.
     """
 
-    ballot: Ballot
     facts: Facts | None
-    inventory: Inventory
     entering: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quiesced(WireMessage):
+    """An agent accepted the proposal, and its trainers have stopped: their answers by slot.
+
+    `inventory`: what is sealed on its node.
+    """
+
+    ballot: Ballot
+    answers: dict[int, Answer]
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begun(WireMessage):
-    """The sender's trainer has begun `step`, and begins no other before it knows where all stop."""
+    """The sender's trainers have begun `step` at most, and wait to be told where all stop.
+
+    `stands`: one of them stands before `step`, which it cannot begin any more.
+    """
 
     ballot: Ballot
     step: int
+    stands: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +159,7 @@ class Refuse(WireMessage):
 class Raised(WireMessage):
     """The exception that ended a script, of class `error`, raised at `where`, as "train.py:12".
 
-    `when`: where in the training, as "in step 3", which the script's supervisor adds; `traceback`:
+    `when`: where in the training, as "in step 3", which the script's agent adds; `traceback`:
     "" where it was shown already.
     """
 
@@ -168,7 +181,7 @@ class Raised(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(WireMessage):
-    """A supervisor witnessed the end of its own trainer; exit_code is None after a signal.
+    """An agent witnessed the end of one of its trainers; exit_code is None after a signal.
 
     `raised`: what ended its script, where it has told.
     """
@@ -180,9 +193,9 @@ class Report(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuse(WireMessage):
-    """A supervisor lost sight of another one."""
+    """An agent lost sight of another one."""
 
-    slot: int
+    node: int
     evidence: str
 
 
@@ -204,7 +217,9 @@ class Replan(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSeal(WireMessage):
-    """The sender's trainer has sealed its first snapshot."""
+    """A trainer has sealed its first snapshot."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,32 +229,34 @@ class AllSealed(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(WireMessage):
-    """The sender's trainer has finished its work; exit_code is set once it has exited."""
+    """A trainer has finished its work; exit_code is set once it has exited."""
 
+    slot: int
     exit_code: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached(WireMessage):
-    """The sender's trainer trains (else: has ended) without having joined the job.
+    """A trainer trains (else: has ended) without having joined the job.
 
     `missing`: what the script lacks. It is no news for the next leader: one has said it.
     """
 
+    slot: int
     trains: bool
     missing: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(WireMessage):
-    """The sender's trainer, a new incarnation, is built and waits to be let in."""
+    """A trainer, a new incarnation, is built and waits to be let in."""
 
     arrival: Arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(WireMessage):
-    """The sender's trainer has to go, and does so between two steps.
+    """A trainer has to go, and does so between two steps.
 
     `saves_last`: where all have to go, it writes a last checkpoint with the others, and ends.
     `asked`: by a user who wants the job to go on; void once it is time to leave where the job
@@ -261,8 +278,9 @@ class Stays(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled(WireMessage):
-    """The sender's trainer needs nothing any more that was sealed before this epoch."""
+    """A trainer needs nothing any more that was sealed before this epoch."""
 
+    slot: int
     epoch: int
 
 
@@ -274,30 +292,41 @@ class Starts(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vacate(WireMessage):
+    """The sender has no more to do with a slot of its node: another one may take it."""
+
+    slot: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admit(WireMessage):
-    """The leader lets the supervisor at `address` take the place of a lost one (`admission`)."""
+    """The leader gives empty slots to a node, whose agent is at `address` (`join_rule`)."""
 
     ballot: Ballot
-    worker: WorkerId
     node: int
     address: str
+    workers: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(WireMessage):
-    """The knowledge that a later supervisor needs to take part; `worker`: its first trainer.
+    """The knowledge that a later agent needs to take part; `workers`: its first trainers.
 
-    `incarnations`: the newest known of each slot that had more than one; `lost`: with evidence;
-    `history`: the first two views, and those that some may not know; `unused_node`: a number
-    that no node has had.
+    `addresses`: of the agents that live, by node; `incarnations`: the newest known of each slot
+    that had more than one; `lost`: nodes, with evidence; `empty`: slots that no node has, likewise;
+    `history`: the first two views, and those that some may not know; `unused_node`: a number that
+    no node has had.
     """
 
     ballot: Ballot
-    worker: WorkerId
+    workers: tuple[WorkerId, ...]
     nodes: tuple[int, ...]
+    addresses: dict[int, str]
     history: tuple[MembershipView, ...]
     accepted: Proposal | None
     lost: dict[int, str]
+    empty: dict[int, str]
     incarnations: dict[int, int]
     unused_node: int
 
@@ -335,6 +364,7 @@ Message = (
     | Stays
     | Settled
     | Starts
+    | Vacate
     | Admit
     | Welcome
     | Stop

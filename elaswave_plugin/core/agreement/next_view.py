@@ -6,15 +6,14 @@ link. Arrivals and departures wait for a boundary between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from elaswave_plugin.core.agreement.messages import Proposal, Quiesced
+from elaswave_plugin.core.agreement.messages import Begun, Proposal
 from elaswave_plugin.core.agreement.reports import Reports, event_of
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId, next_view
 from elaswave_plugin.core.layout.layout import why_needed
-from elaswave_plugin.core.layout.worker_facts import step_told
 
 LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
 
@@ -38,7 +37,7 @@ def find_next_view(
 ) -> NextView | None:
     """Return the view that a leader proposes on top of ``base``, or None if nothing changes.
 
-    ``opened``: its open proposal; ``lost``: evidence by slot of each lost supervisor; ``outside``:
+    ``opened``: its open proposal; ``lost``: evidence by slot that has no agent; ``outside``:
     members of ``base`` that were never told of it; ``must_propose``: ``base`` itself is not known
     to be committed everywhere.
     """
@@ -70,20 +69,17 @@ def find_next_view(
     return NextView(replace(base, reason=f"worker {gone}, about to join, is gone"))
 
 
-def boundary_of(
-    members: Sequence[int], answers: Mapping[int, Quiesced], begun: Mapping[int, int]
-) -> int | None:
+def boundary_of(nodes: Iterable[int], begun: Mapping[int, Begun]) -> int | None:
     """Return the step before which all members stop; None if it is not known yet.
 
-    ``answers``: of members that have stopped already; ``begun``: the current step of the others.
+    ``nodes``: of the members; ``begun``: how far those of a node are, as its agent has told.
     """
-    facts = (answers[slot].facts for slot in members if slot in answers)
-    standing = [step_told(one) for one in facts if one is not None]
+    standing = [one.step for one in begun.values() if one.stands]
     if standing:
         return standing[0]  # nobody completes the step before which one of them stands
-    if all(slot in begun for slot in members):
-        return 1 + max(begun.values())
-    return None
+    steps = [begun[node].step if node in begun else None for node in nodes]
+    told = [step for step in steps if step is not None]
+    return 1 + max(told) if told and len(told) == len(steps) else None
 
 
 def who_stays(
@@ -96,8 +92,8 @@ def who_stays(
 ) -> dict[WorkerId, str]:
     """Say why each of them stays; the first asked leaves first, and all leave if all save first.
 
-    ``opened``: the view that is proposed; who is not in it has left. ``lost``: slots whose
-    supervisor is lost. ``layout``: as JSON, None in a data-parallel job.
+    ``opened``: the view that is proposed; who is not in it has left. ``lost``: slots that have no
+    agent. ``layout``: as JSON, None in a data-parallel job.
     """
     stays: dict[WorkerId, str] = {}
     if reports.all_save_last(view):

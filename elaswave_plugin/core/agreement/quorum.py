@@ -1,74 +1,94 @@
-"""The slots that have a supervisor, and their nodes: the leader and the majorities (pure).
+"""The nodes of a job and the slots that each has: the leader and the majorities (pure).
 
-Voters are the nodes of a view, one vote each, whichever of its supervisors gives it (they share
-what the node has promised, `node_memory`); of two halves the one with the lowest node counts as the
-majority, so that any two majorities of a view have a node in common. A supervisor that takes the
-place of a lost one has no vote before a view with its worker is committed, and that takes a
-majority of the view before: a node that joins counts from the next change on. Its number is that of
-a node that lives in the job, which knows all that it has ever accepted, or one that the job has
-never had. So none votes in the name of a node that has forgotten what it promised, and a lost
-node that wakes up counts for nothing in any view that was committed without it.
+Voters are the nodes of a view, one vote each, given by the node's agent. Of two halves the one with
+the lowest node counts as the majority, so that any two majorities of a view have a node in common.
+A node that comes later has no vote before a view with a worker of it is committed, and that takes a
+majority of the view before: it counts from the next change on. Its number is one that the job has
+never had. So none votes in the name of a node that has forgotten what it promised, and a lost node
+that wakes up counts for nothing in any view that was committed without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from elaswave_plugin.core.agreement.view import MembershipView
-from elaswave_plugin.core.layout.reserve import NOBODY_CAME, vacant
+from elaswave_plugin.core.layout.reserve import NOBODY_CAME, NOWHERE, vacant
 
 
-class Supervisors:
-    """``nodes[s]`` is the node of slot s; ``lost``: evidence by slot that has no supervisor.
+class Nodes:
+    """``of_slots[s]`` is the node of slot s, `NOWHERE` where none has it.
 
-    Without ``lost``, those of the reserve have none. ``unused_node``: a number that no node of the
-    job has had, nor any above it.
+    ``lost``: evidence by node; ``empty``: evidence by slot that no node has, at the launch those of
+    the reserve.
     """
 
     def __init__(
-        self, nodes: tuple[int, ...], lost: dict[int, str] | None = None, *, unused_node: int = 0
+        self,
+        of_slots: tuple[int, ...],
+        lost: Mapping[int, str] | None = None,
+        empty: Mapping[int, str] | None = None,
+        *,
+        unused_node: int = 0,
     ) -> None:
-        self.nodes = nodes
-        self.lost = dict.fromkeys(vacant(nodes), NOBODY_CAME) if lost is None else dict(lost)
-        self.unused_node = max(unused_node, 1 + max(nodes))
+        self.of_slots = of_slots
+        self.lost = dict(lost or {})
+        self.empty = dict.fromkeys(vacant(of_slots), NOBODY_CAME) if empty is None else dict(empty)
+        self.unused_node = max(unused_node, 1 + max(of_slots))
         self.changes = 0
 
     @property
     def leader(self) -> int:
-        """The lowest slot whose supervisor lives."""
-        return next(slot for slot in range(len(self.nodes)) if slot not in self.lost)
+        """The lowest node that lives."""
+        return min(self.living())
 
     def living(self) -> list[int]:
-        """The slots that have a supervisor."""
-        return [slot for slot in range(len(self.nodes)) if slot not in self.lost]
+        """The nodes that have slots and are not lost."""
+        return sorted({*self.of_slots} - {NOWHERE} - self.lost.keys())
 
-    def lose(self, slot: int, evidence: str) -> None:
-        """The supervisor of a slot is gone."""
-        self.lost[slot] = evidence
+    def lives(self, node: int) -> bool:
+        """Return whether a node has slots and is not lost."""
+        return node in self.of_slots and node not in self.lost and node != NOWHERE
+
+    def slots_of(self, node: int) -> list[int]:
+        """The slots of a node."""
+        return [slot for slot, one in enumerate(self.of_slots) if one == node]
+
+    @property
+    def without_agent(self) -> dict[int, str]:
+        """The slots without an agent, with the evidence of its loss."""
+        lost = {s: self.lost[node] for s, node in enumerate(self.of_slots) if node in self.lost}
+        return dict(sorted((self.empty | lost).items()))
+
+    def lose(self, node: int, evidence: str) -> None:
+        """The agent of a node is gone."""
+        self.lost[node] = evidence
         self.changes += 1
+
+    def vacate(self, slot: int, evidence: str) -> None:
+        """No node has the slot any more."""
+        self._give(slot, NOWHERE)
+        self.empty[slot] = evidence
 
     def take(self, slot: int, node: int) -> None:
-        """Another supervisor, on this node, has the slot now."""
-        self.lost.pop(slot, None)
-        self.nodes = (*self.nodes[:slot], node, *self.nodes[slot + 1 :])
+        """A node has the slot from now on."""
+        self._give(slot, node)
+        self.empty.pop(slot, None)
         self.unused_node = max(self.unused_node, 1 + node)
+
+    def _give(self, slot: int, node: int) -> None:
+        self.of_slots = (*self.of_slots[:slot], node, *self.of_slots[slot + 1 :])
+        # A node without slots is nobody's, whatever became of it.
+        self.lost = {one: why for one, why in self.lost.items() if one in self.of_slots}
         self.changes += 1
 
-    def nodes_of(self, slots: Iterable[int]) -> set[int]:
-        """The nodes on which these supervisors are."""
-        return {self.nodes[slot] for slot in slots}
-
     def minority_in(
-        self, slots: Iterable[int], views: Iterable[MembershipView]
+        self, nodes: Iterable[int], views: Iterable[MembershipView]
     ) -> MembershipView | None:
-        """The first view of which these slots are no majority of the nodes; None: of all one."""
-        heard = self.nodes_of(slots)
+        """The first view of which these nodes are no majority; None: of all one."""
+        heard = {*nodes}
         for view in views:
             voters = set(view.nodes)
             if 2 * len(heard & voters) + (min(voters, default=None) in heard) <= len(voters):
                 return view
         return None
-
-    def may_have(self, node: int) -> bool:
-        """Return whether a late supervisor may be on a node of this number."""
-        return node in self.nodes_of(self.living()) or node >= self.unused_node

@@ -1,4 +1,4 @@
-"""The supervisors' reports on their trainers, as one of them knows them (pure)."""
+"""The agents' reports on their trainers, as one of them knows them (pure)."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Reports:
         self.leave_at_s: float | None = None
         self._leaving = False
 
-    def learn(self, slot: int, news: News, *, epoch: int, now_s: float) -> None:
-        """Take in what the supervisor of ``slot`` tells; ``epoch``: the newest committed one.
+    def learn(self, news: News, *, epoch: int, now_s: float) -> None:
+        """Take in what an agent tells of its trainers; ``epoch``: the newest committed one.
 
         News in a promise is taken in late, after newer news.
         """
@@ -72,21 +72,21 @@ class Reports:
                     self.changes += self.replan is None
                     self.replan = news.reason
             case FirstSeal():
-                self.sealed.add(slot)
+                self.sealed.add(news.slot)
             case AllSealed():
                 self.started = True
             case Done():
-                self.changes += slot not in self.done
-                if self.done.get(slot) is None:
-                    self.done[slot] = news.exit_code
+                self.changes += news.slot not in self.done
+                if self.done.get(news.slot) is None:
+                    self.done[news.slot] = news.exit_code
             case Ready():
-                worker = news.arrival.worker
+                worker, slot = news.arrival.worker, news.arrival.worker.slot
                 is_last = worker.incarnation >= self.incarnations.get(slot, 0)
                 if is_last and worker not in self.failures:
                     self.changes += self.arrivals.get(slot) != news.arrival
                     self.arrivals[slot] = news.arrival
             case Settled():
-                self.settled[slot] = news.epoch
+                self.settled[news.slot] = news.epoch
             case Starts():
                 known = self.incarnations.get(news.worker.slot, 0)
                 self.incarnations[news.worker.slot] = max(known, news.worker.incarnation)
@@ -157,7 +157,7 @@ class Reports:
         return worker not in view and worker.incarnation < self.incarnations.get(worker.slot, 0)
 
     def replaced(self, worker: WorkerId) -> None:
-        """Give a slot to another supervisor: requests of its earlier trainers are void."""
+        """Give a slot to another node: requests of its earlier trainers are void."""
         self.arrivals.pop(worker.slot, None)
         self.settled.pop(worker.slot, None)
         self.incarnations[worker.slot] = worker.incarnation
@@ -186,20 +186,20 @@ class Reports:
         ]
 
     def gone_from(self, view: MembershipView, lost: Iterable[int]) -> set[int]:
-        """Return the slots of a view whose trainer or supervisor is gone."""
+        """Return the slots of a view whose trainer or agent is gone."""
         failed = {worker.slot for worker in self.failures if worker in view}
         return failed | {slot for slot in lost if slot in view.ranks}
 
     def events(
         self, view: MembershipView, lost: Mapping[int, str], now_s: float
     ) -> list[FailureEvent]:
-        """List every failure, and a loss for each lost supervisor in the view."""
-        supervisors = [
+        """List every failure, and a loss for each worker of the view that has no agent."""
+        without = [
             event_of(view, slot, "lost", evidence, now_s)
             for slot, evidence in lost.items()
             if slot in view.ranks
         ]
-        return [*(report.failure for report in self.failures.values()), *supervisors]
+        return [*(report.failure for report in self.failures.values()), *without]
 
     def all_settled(self, view: MembershipView) -> bool:
         """Return whether no member of a view needs what was sealed before it."""

@@ -1,4 +1,4 @@
-"""The timeouts of a supervisor."""
+"""The timeouts of an agent."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ _LEAST_BEATS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """The times that things may take before the supervisor acts."""
+    """The times that things may take before the agent acts."""
 
     join_timeout_s: float = 900.0
     quiesce_timeout_s: float = 30.0
@@ -29,7 +29,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A supervisor that is silent for `timeout_s` is lost; each sends a beat every `every_s`."""
+    """An agent that is silent for `timeout_s` is lost; each sends a beat every `every_s`."""
 
     every_s: float = 0.5
     timeout_s: float = 3.0

@@ -29,7 +29,7 @@ class WorkerId:
 class FailureEvent:
     """An observation that a worker is gone; kind: exit, lost or leave; evidence: what was seen.
 
-    `detected_at_s`: on the clock of the deciding supervisor; `incarnation`: of the failed process.
+    `detected_at_s`: on the clock of the deciding agent; `incarnation`: of the failed process.
     """
 
     kind: str

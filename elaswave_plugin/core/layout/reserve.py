@@ -1,7 +1,7 @@
 """The slots beyond those of the launch, empty until workers join the job in them (pure).
 
 A job of width 4 with a reserve of 2 has the slots 0 to 5. The first view has 0 to 3; to the
-agreement 4 and 5 are slots without a supervisor, as if theirs had been lost. Global batch, gradient
+agreement 4 and 5 are slots without an agent, as if theirs had been lost. Global batch, gradient
 scale and the order of additions are those of the launch, independent of the reserve.
 
 >>> vacant((0, 0, 1, NOWHERE, NOWHERE))

@@ -1,6 +1,6 @@
 """A sealed snapshot of one worker's shard, from its seal to the restore that reads it.
 
-The same record is written into the snapshot's own memory, told to the supervisors, handed to all
+The same record is written into the snapshot's own memory, told to the agents, handed to all
 trainers with a commit and planned with (standard library only).
 """
 

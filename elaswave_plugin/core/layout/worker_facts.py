@@ -1,6 +1,6 @@
 """The facts that a worker tells all others when the view changes; they come with the commit.
 
-The supervisors hand them on as JSON, and read of it only the step (`step_told`): nothing heavy is
+The agents hand them on as JSON, and read of it only the step (`step_told`): nothing heavy is
 imported here.
 """
 
@@ -76,7 +76,7 @@ class WorkerFacts:
 class Payload:
     """The content of a commit: the facts by slot, and every sealed record that a worker has.
 
-    The supervisors hand it on as text: at many workers, to take it apart and put it together again
+    The agents hand it on as text: at many workers, to take it apart and put it together again
     on the way to each trainer is most of the work of a commit.
     """
 

@@ -78,7 +78,7 @@ class AcceleratedJob:
         self._width, self._micro_batch_size = job.batch_shape
         self._loader: ElasticLoader | None = None
         self._prepared: Any = None
-        # The stream of an iterable dataset, and when the supervisor was told the place in it.
+        # The stream of an iterable dataset, and when the agent was told the place in it.
         self._stream: StreamOrder | None = None
         self._told_s = 0.0
         self._unset = False

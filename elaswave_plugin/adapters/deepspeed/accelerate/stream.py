@@ -22,7 +22,7 @@ from elaswave_plugin.values.plain import decode, encode
 
 # A recovery goes back to the present update or the last one.
 _REMEMBERED_UPDATES = 2
-# Every supervisor keeps the state of a stream; a longer one is not worth it.
+# Every agent keeps the state of a stream; a longer one is not worth it.
 _LONGEST_STATE = 1 << 16
 
 

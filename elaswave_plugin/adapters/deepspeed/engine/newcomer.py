@@ -124,7 +124,7 @@ class News:
             # Where it does not get there, the next one need not begin before.
             self.remember_epoch(loader.epoch_of_others)
 
-    # ---- what only the own supervisor keeps -----------------------------------------------------
+    # ---- what only the own agent keeps -----------------------------------------------------
 
     def expect(self, loader: ElasticLoader) -> None:
         """Go through the epochs that were complete when the lost worker was still there."""

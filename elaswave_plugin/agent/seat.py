@@ -1,0 +1,600 @@
+"""One slot of a node: its trainers, one after the other, and what each says and is told.
+
+Standard library only; all of it runs in the agent's control thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import elaswave_plugin.ipc.frames as said
+from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.keeper import Keeper, Notice
+from elaswave_plugin.agent.peers.coordinator import Coordinator
+from elaswave_plugin.agent.refused_requests import why_it_stays, why_layers_stay
+from elaswave_plugin.agent.snapshot_copies import Copies
+from elaswave_plugin.agent.snapshot_store import SnapshotStore
+from elaswave_plugin.agent.status_board import StatusBoard
+from elaswave_plugin.agent.trainer_session import TrainerSession
+from elaswave_plugin.core.agreement.effects import Ring
+from elaswave_plugin.core.agreement.hang import Sample
+from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import (
+    Ballot,
+    Committed,
+    Detached,
+    Facts,
+    Raised,
+    Severed,
+    Stop,
+)
+from elaswave_plugin.core.agreement.respawn import Deaths, GiveUp
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
+from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.environment import AGENT, HOST, INCARNATION, SLOT
+from elaswave_plugin.ipc.job_constants import JobConstants
+from elaswave_plugin.ipc.progress_page import PAGE_NAME, ProgressPage, size_page
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Frame
+from elaswave_plugin.tracking.async_log import AsyncLog
+
+GRACE_S = 2.0
+# Who signals all processes of a node is heard twice: the launcher says so as well.
+AGAIN_S = 2.0
+LOOK_AGAIN_S = 0.25
+SECRET = "elaswave secret"
+
+
+def page_of_worker(slot: int, incarnation: int) -> str:
+    """The name of the memory of a trainer's progress page."""
+    return f"{PAGE_NAME} of {slot}.{incarnation}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Common:
+    """What the seats of an agent share; `agreement` and `coordinator` once it takes part.
+
+    `constants`: what the job fixed at its start; `respawn`: how often a slot is started again;
+    `exit_code`: set once the job is over here; `ballot`: of the newest proposal.
+    """
+
+    spec: AgentSpec
+    reactor: Reactor
+    keeper: Keeper
+    store: SnapshotStore
+    events: AsyncLog
+    address: str
+    on_change: Callable[[], None] = lambda: None
+    on_idle: Callable[[], None] = lambda: None
+    constants: JobConstants = field(default_factory=lambda: JobConstants(started_s=time.time()))
+    respawn: int = 0
+    exit_code: int | None = None
+    completed: int = 0
+    coordinator: Coordinator = field(init=False)
+
+    @property
+    def agreement(self) -> Agreement:
+        """The agent's part in the agreement."""
+        return self.coordinator.agreement
+
+    @property
+    def node(self) -> int:
+        """The agent's node."""
+        return self.spec.rendezvous.node
+
+
+class Seat:
+    """The trainers of one slot, started in one place of the node."""
+
+    def __init__(self, common: Common, slot: int, place: int) -> None:
+        self._common = common
+        self.slot = slot
+        self.place = place
+        self.board = StatusBoard(slot)
+        self.trainer: TrainerSession
+        self._ring: Ring | None = None
+        self._awaited_epoch = 0
+        self._signalled_s: float | None = None
+        self._told = False
+        self._deaths: Deaths | None = None
+        self._memory = common.store.open_slot(slot)
+        self._copies: Copies | None = None
+
+    # ---- start --------------------------------------------------------------------------------
+
+    def start(self, incarnation: int) -> None:
+        """Start a trainer."""
+        common, spec = self._common, self._common.spec
+        page_name = page_of_worker(self.slot, incarnation)
+        page_fd = common.keeper.memory(page_name)
+        size_page(page_fd)
+        self._attach(incarnation, ProgressPage(page_fd))
+        os.close(page_fd)
+        env = {
+            **spec.envs[self.place],
+            SLOT: str(self.slot),
+            HOST: spec.host,
+            AGENT: common.address,
+            INCARNATION: str(incarnation),
+        }
+        common.keeper.start(
+            place=self.place,
+            slot=self.slot,
+            incarnation=incarnation,
+            program=spec.program_in(self.place),
+            env=env,
+            memory=(SECRET, page_name, *self._memory),
+        )
+
+    def resume(self, incarnation: int, known: Notice | None, pidfd: int, kept: Frame) -> None:
+        """Go on with a trainer of an agent's earlier life; `kept`: what is stored of it."""
+        page_fd = self._common.keeper.memory(page_of_worker(self.slot, incarnation))
+        size_page(page_fd)
+        self._attach(incarnation, ProgressPage(page_fd))
+        os.close(page_fd)
+        trainer = self.trainer
+        trainer.finished, trainer.left = kept["finished"], kept["left"]
+        trainer.returns, trainer.saves_last = kept["returns"], kept["saves_last"]
+        trainer.delivered = kept["delivered"]
+        if known is None:
+            trainer.ended(None, "gone with an agent's earlier life", None)
+            return
+        if known["pid"]:
+            trainer.started(known["pid"], pidfd)
+            self.board.started(known["pid"], incarnation)
+        if known["end"] is not None:
+            self.on_end(known)
+
+    @property
+    def kept(self) -> Frame:
+        """What an agent's next life has to know of the trainer, and the trainer does not tell."""
+        trainer = self.trainer
+        return {
+            "place": self.place,
+            "finished": trainer.finished,
+            "left": trainer.left,
+            "returns": trainer.returns,
+            "saves_last": trainer.saves_last,
+            "delivered": trainer.delivered,
+        }
+
+    def take_part(self) -> None:
+        """The agent takes part in the job: snapshots are copied from now on."""
+        common = self._common
+        self._copies = Copies(
+            self.slot,
+            common.store,
+            common.agreement,
+            secret=common.spec.rendezvous.secret,
+            tell=lambda message: common.reactor.post(lambda: self.trainer.send(message)),
+            events=common.events,
+        )
+
+    def _attach(self, incarnation: int, page: ProgressPage) -> None:
+        if self._deaths is None and self._common.respawn:
+            self._deaths = Deaths(limit=self._common.respawn)
+        self.trainer = TrainerSession(slot=self.slot, incarnation=incarnation, page=page)
+        self.trainer.attach(
+            self._common.reactor,
+            on_frame=self._on_frame,
+            on_exit=self._on_exit,
+            on_late_exit=self._on_late_exit,
+        )
+
+    # ---- what the guardian tells --------------------------------------------------------------
+
+    def on_start(self, notice: Notice, pidfd: int) -> None:
+        """A trainer runs."""
+        self.trainer.started(notice["pid"], pidfd)
+        self.board.started(notice["pid"], notice["incarnation"])
+        self._common.events.emit(
+            "worker_started",
+            slot=self.slot,
+            incarnation=notice["incarnation"],
+            pid=notice["pid"],
+            agent_pid=os.getpid(),
+            node=self._common.node,
+            address=self._common.address,
+        )
+
+    def on_end(self, notice: Notice) -> None:
+        """A trainer has ended, and what it has started too."""
+        end = notice["end"]
+        self.trainer.ended(end["status"], end["why"], end["exit_code"])
+        self._common.keeper.seen(self.slot, notice["incarnation"])
+
+    def called(self, incarnation: int, epoch: int, sock: socket.socket) -> None:
+        """A trainer has opened its control link; `epoch`: of the newest view that it was told."""
+        trainer, common = self.trainer, self._common
+        if incarnation != trainer.incarnation or not trainer.lives:
+            sock.close()
+            return
+        trainer.called(sock)
+        if common.exit_code is not None:
+            trainer.send(Stop(reason="the job is over", exit_code=EXIT_FAILED))
+            return
+        if not hasattr(common, "coordinator"):
+            return
+        agreement = common.agreement
+        view, last = agreement.committed, agreement.last
+        if last is not None and epoch < view.epoch and agreement.worker(self.slot) in view:
+            self.deliver(last, tuple(one for one in agreement.history if one.epoch > epoch))
+        if agreement.started:
+            trainer.send(said.Started())
+        if agreement.is_told_to_leave(self.slot):
+            trainer.send(said.Notice())
+        if self._ring is not None and (trainer.delivered or agreement.wants(self.slot)):
+            self._propose(self._ring)
+
+    # ---- what the agreement wants -------------------------------------------------------------
+
+    def ring(self, ring: Ring) -> None:
+        """A proposal is open, or has become urgent."""
+        trainer, agreement, self._ring = self.trainer, self._common.agreement, ring
+        self.board.proposed(ring, time.time())
+        if trainer.works and trainer.delivered:
+            self._propose(ring)
+        elif trainer.works and trainer.facts is not None:
+            # One that is not in any view yet waits for one where it stands.
+            self._propose(ring) if trainer.is_replacement else self._answer(trainer.facts)
+        elif trainer.works and (not trainer.is_replacement or agreement.wants(self.slot)):
+            pass  # it answers once it has joined, or called an agent's next life
+        else:
+            self._answer(None)
+
+    def _propose(self, ring: Ring) -> None:
+        self.trainer.send(
+            said.Propose(
+                epoch=ring.ballot.epoch,
+                reason=ring.reason,
+                within_s=self._common.spec.timeouts.quiesce_timeout_s,
+                boundary=ring.boundary,
+                before_step=ring.before_step,
+            )
+        )
+
+    def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None:
+        """A view is committed with this worker in it."""
+        trainer = self.trainer
+        if not trainer.delivered:
+            path = tuple(self._common.agreement.history[1:])
+            trainer.delivered = True
+            self._common.on_change()
+        self.board.committed(path, time.time())
+        trainer.send(said.NewView(before=path[:-1], view=path[-1], payload=committed.payload))
+
+    def started(self) -> None:
+        """Every trainer of the job has sealed its first snapshot."""
+        self.trainer.send(said.Started())
+
+    def dismiss(self) -> None:
+        """A view without the trainer is committed, as it was told to leave."""
+        self.trainer.left = True
+        self._common.on_change()
+        self.board.dismissed()
+        self.trainer.send(Stop(reason="it has left the job, as it was told to", exit_code=0))
+        self._common.reactor.after(GRACE_S, self.trainer.kill)
+
+    def progress(self, awake_s: float) -> Sample | None:
+        """Return how far the trainer is, None where there is none that works."""
+        return self.trainer.progress(awake_s)
+
+    def end(self, reason: str) -> None:
+        """The job is over: the trainer is told, and ended where it does not end by itself."""
+        trainer = self.trainer
+        if not trainer.lives:
+            return
+        trainer.send(Stop(reason=reason, exit_code=EXIT_FAILED))
+        if trainer.facts is None:
+            trainer.ask_to_end(signal.SIGTERM)  # it does not listen to us yet
+        self._common.reactor.after(GRACE_S, trainer.kill)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._copies is not None:
+            self._copies.close()
+        self.trainer.close()
+
+    # ---- what the trainer says ----------------------------------------------------------------
+
+    def _on_frame(self, trainer: TrainerSession, frame: Frame) -> None:
+        try:
+            message: said.FromTrainer = from_json(said.FromTrainer, frame)
+        except UnreadableMessageError as error:
+            trainer.fence(f"it {error}")
+            return
+        self.board.heard(message)
+        common, agreement, slot = self._common, self._common.agreement, self.slot
+        now_s = time.monotonic()
+        match message:
+            case said.Join():
+                self._on_join(trainer, message)
+            case said.Ready():
+                trainer.facts = message.facts
+                common.events.emit("worker_ready", slot=slot, incarnation=trainer.incarnation)
+                if agreement.worker(slot) not in agreement.committed:
+                    common.coordinator.enter(slot, wanted=lambda: trainer.works)
+            case said.Begun():
+                if (ballot := self._ballot_of(message.epoch)) is not None:
+                    agreement.begun(slot, ballot, message.step)
+            case said.SavesLast():
+                trainer.saves_last = True
+                common.on_change()
+            case said.SetConstants():
+                common.constants.update(message.what)
+                common.on_change()
+            case said.Quiesced():
+                if self._ballot_of(message.epoch) is not None:
+                    self._answer(message.facts)
+            case said.Sealed():
+                agreement.first_seal(slot)
+                assert self._copies is not None
+                self._copies.send(message.record, message.copy_to)
+            case said.Release():
+                common.store.release(message.epoch)
+                agreement.settled(slot, message.epoch)
+            case said.Progress():
+                agreement.progress(slot, now_s)
+                self._tell_that_it_is_awaited(message.text)
+            case Severed():
+                agreement.severed(message.epoch, message.evidence, now_s)
+            case said.Replan():
+                if message.epoch == agreement.committed.epoch:
+                    agreement.replan(message.reason, now_s)
+            case Raised():
+                trainer.take_raised(message, sealed=common.store.newest_step(slot))
+            case said.Finish():
+                common.completed = message.completed
+                self._on_finish()
+            case said.Leave():
+                trainer.left, trainer.returns = True, message.returns
+                common.on_change()
+                agreement.trainer_failed(slot, message.reason, None, now_s, kind="leave")
+            case said.Abandon():
+                agreement.abandon(f"worker {slot}: {message.reason}", message.exit_code)
+            case said.NotJoined():
+                trainer.missing = message.missing
+                if message.trains:
+                    self._tell_detached(trainer, trains=True)
+            case said.Layout():
+                agreement.layout = message.layout
+            case said.SlowSeen():
+                pass  # for the board alone
+
+    def hear(self, request: Frame) -> Frame:
+        """Take what the trainer says beside its control link."""
+        trainer = self.trainer
+        if int(request["incarnation"]) == trainer.incarnation and trainer.lives:
+            if trainer.control is not None:
+                trainer.control.drain()
+            self._on_frame(trainer, request["frame"])
+        return {"t": "heard"}
+
+    def _ballot_of(self, epoch: int) -> Ballot | None:
+        """The ballot of the newest proposal, where it is of this epoch."""
+        return self._ring.ballot if self._ring and self._ring.ballot.epoch == epoch else None
+
+    def _on_join(self, trainer: TrainerSession, message: said.Join) -> None:
+        common = self._common
+        if trainer.is_replacement:
+            view = common.agreement.history[1]
+            trainer.send(said.StartDetached(view=view, job_constants=common.constants))
+            return
+        if common.respawn != message.respawn:
+            common.respawn = message.respawn
+            common.on_change()
+        if self._deaths is None and message.respawn:
+            self._deaths = Deaths(limit=message.respawn)
+        trainer.facts = message.facts
+        if self._ring is not None and not trainer.delivered:
+            self._answer(trainer.facts)
+
+    def _tell_detached(self, trainer: TrainerSession, *, trains: bool) -> None:
+        message = Detached(slot=self.slot, trains=trains, missing=trainer.missing)
+        self._common.agreement.detached(message)
+
+    def _on_finish(self) -> None:
+        self.trainer.finished = True
+        self._common.on_change()
+        self._common.agreement.trainer_done(self.slot, None)
+        if self._ring is not None:
+            self._answer(None)
+        # Its exit ends the job, and may hang (a thread, a hook at exit).
+        grace_s = self._common.spec.timeouts.finish_grace_s
+        self._common.reactor.after(grace_s, partial(self._kill_the_finished, self.trainer))
+
+    def _kill_the_finished(self, trainer: TrainerSession) -> None:
+        if trainer.lives:
+            grace_s = self._common.spec.timeouts.finish_grace_s
+            say(f"worker {self.slot} had finished and did not exit within {grace_s:g} s: killed")
+            trainer.kill()
+
+    def _tell_that_it_is_awaited(self, phase: str) -> None:
+        """Say once a proposal that it is awaited: an announced phase may take minutes."""
+        ring = self._ring
+        if ring is not None and ring.ballot.epoch > self._awaited_epoch:
+            self._awaited_epoch = ring.ballot.epoch
+            self._common.events.emit(
+                "awaited", slot=self.slot, epoch=ring.ballot.epoch, announced_phase=phase
+            )
+            say(f"worker {self.slot} is in an announced phase ({phase}); the others wait for it")
+
+    def _answer(self, facts: Facts | None) -> None:
+        self.board.answered()
+        if self._ring is not None:
+            common = self._common
+            common.agreement.quiesced(
+                self.slot,
+                self._ring.ballot,
+                facts,
+                lambda: [to_json(one) for one in common.store.inventory(common.address)],
+                entering=not self.trainer.delivered,
+            )
+
+    # ---- how it ends --------------------------------------------------------------------------
+
+    def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
+        common, agreement = self._common, self._common.agreement
+        evidence = trainer.fence_evidence or status
+        self.board.exited(evidence)
+        common.events.emit(
+            "worker_exited",
+            slot=self.slot,
+            incarnation=trainer.incarnation,
+            pid=trainer.pid,
+            status=status,
+            evidence=evidence,
+        )
+        if common.exit_code is not None or self.slot not in agreement.seats:
+            common.on_idle()
+            return
+        if trainer.finished:
+            # A signal after the work was done takes nothing away from it.
+            agreement.trainer_done(self.slot, exit_code or 0)
+        elif exit_code == 0 and trainer.facts is None and not trainer.is_replacement:
+            self._tell_detached(trainer, trains=False)
+            agreement.trainer_done(self.slot, 0)
+        elif not trainer.left:
+            sealed, args = common.store.newest_step(self.slot), common.spec.program.args
+            evidence = trainer.end_of(evidence, exit_code, sealed=sealed, args=args)
+            now_s, raised = time.monotonic(), trainer.raised
+            agreement.trainer_failed(self.slot, evidence, exit_code, now_s, raised=raised)
+            if not trainer.dying:  # before its late exit memory and device are not free
+                (self._give_slot_back if trainer.undead else self._replace)(exit_code)
+        elif trainer.returns and not trainer.undead:
+            self._start_again()
+        if self._ring is not None and self.slot in agreement.seats:
+            self._answer(None)
+
+    def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
+        """One that did not die, and counts as gone, has ended after all."""
+        who = {"slot": self.slot, "incarnation": trainer.incarnation}
+        self._common.events.emit("worker_exited_late", status=status, **who)
+        if trainer.returns:
+            self._start_again()
+        elif not (trainer.finished or trainer.left):
+            self._replace(exit_code)
+
+    def _replace(self, exit_code: int | None) -> None:
+        """Start another trainer in the place of the one that failed, where that is sensible."""
+        if exit_code == EXIT_CONFIGURATION or self._deaths is None:
+            self._give_slot_back(exit_code)
+            return
+        sealed = self._common.store.newest_step(self.slot)
+        verdict = self._deaths.after_death(step=self.trainer.reached(sealed))
+        fields = {"slot": self.slot, "incarnation": self.trainer.incarnation}
+        if isinstance(verdict, GiveUp):
+            self._common.events.emit("respawn_given_up", reason=verdict.reason, **fields)
+            say(f"worker {self.slot} is not started again: {verdict.reason}")
+            self._give_slot_back(exit_code)
+        else:
+            self._common.reactor.after(verdict.after_s, self._start_again_when_past)
+
+    def _start_again_when_past(self) -> None:
+        """Not while the others may fail alike, nor in the place of one that was to leave."""
+        agreement = self._common.agreement
+        if self.slot not in agreement.seats or self._common.exit_code is not None:
+            return
+        may_fail_alike = self.trainer.raised is not None and not agreement.others_went_on(self.slot)
+        if may_fail_alike or agreement.is_told_to_leave(self.slot):
+            self._common.reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
+        elif not self.trainer.left:
+            self._start_again()
+
+    def _give_slot_back(self, exit_code: int | None) -> None:
+        """A node that came later, and has brought no worker in, leaves the slot to others."""
+        common = self._common
+        is_member = self.slot in common.agreement.committed.ranks
+        came = common.spec.joins or self.place >= len(common.spec.envs) - common.spec.standby
+        if came and common.exit_code is None and not is_member:
+            say(f"worker {self.slot} could not join: its slot is free for others")
+            common.agreement.vacate(self.slot, "its worker could not join")
+
+    def _start_again(self) -> None:
+        common = self._common
+        if common.exit_code is not None or self.slot not in common.agreement.seats:
+            return
+        incarnation = self.trainer.incarnation + 1
+        say(f"worker {self.slot} is being started again")
+        common.agreement.trainer_starts(self.slot, incarnation)
+        # An agent's next life must not start the same once more.
+        common.coordinator.store_votes()
+        self.trainer.close()
+        self.start(incarnation)
+        common.on_change()
+
+    # ---- who wants it to leave ----------------------------------------------------------------
+
+    def take_signal(self, number: int, reason: str) -> None:
+        """A signal asks it to end: between two steps at first, at once where it comes again."""
+        now_s = time.monotonic()
+        self._signalled_s = self._signalled_s or now_s
+        again = now_s - self._signalled_s >= AGAIN_S
+        (self._leave if again or number == signal.SIGINT else self.heed)(number, reason)
+
+    def heed(self, number: int, reason: str) -> None:
+        """End between two steps where there are any; a scheduler may say so in two ways."""
+        if not (self.trainer.lives and self.trainer.delivered):
+            self._leave(number, reason)
+        elif not self._told:
+            self._told = True
+            if self.trainer.works:  # else it is about to end by itself
+                self.drain(reason)
+            leave = partial(self._leave, number, reason)
+            self._common.reactor.after(self._common.spec.timeouts.notice_timeout_s, leave)
+
+    def drain(self, reason: str, *, asked: bool = False) -> None:
+        """Have the trainer leave between two steps, with nothing lost and nothing done twice.
+
+        `asked`: it stays where the job would end without it and nothing is saved.
+        """
+        self.trainer.send(said.Notice())  # before the change of the view that it leads to
+        saves = self.trainer.saves_last
+        self._common.agreement.give_notice(
+            self.slot, reason, time.monotonic(), saves_last=saves, asked=asked
+        )
+
+    def _leave(self, number: int, reason: str) -> None:
+        """The other workers go on without this one, from the state of the last step."""
+        common = self._common
+        if common.exit_code is not None or self.slot not in common.agreement.seats:
+            return
+        common.agreement.leave(self.slot, reason, time.monotonic())
+        if not common.agreement.seats:
+            common.exit_code = 128 + number
+        if self.trainer.lives:
+            self.trainer.ask_to_end(number)
+            common.reactor.after(GRACE_S, self.trainer.kill)
+        else:
+            common.on_idle()
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def answer_drain(self, request: Frame) -> Frame:
+        """Have the worker leave, as a user asks."""
+        ranks = self._common.agreement.committed.ranks
+        refused = why_it_stays(self.trainer, self.board, ranks, self.slot)
+        if refused is None:
+            self.drain(str(request["reason"]), asked=True)
+        return {"t": "drain", "refused": refused}
+
+    def answer_migrate(self, request: Frame) -> Frame:
+        """Have the trainer's facts name the cuts, and ask for a view between two steps."""
+        refused = why_layers_stay(self.trainer, self.board, request["cuts"])
+        if refused is None:
+            self.trainer.send(said.CutsWanted(cuts=tuple(request["cuts"])))
+            self._common.agreement.replan(str(request["reason"]), time.monotonic())
+        return {"t": "migrate", "refused": refused}
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """What is known of the worker, for `elaswave status`."""
+        return self.board.report(self.progress(0.0), now_s=now_s)

@@ -1,0 +1,264 @@
+"""One trainer of a slot as its agent sees it: process, control link, how far it has come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from elaswave_plugin.agent.process_states import ProcessorWaits, ProcessStates
+from elaswave_plugin.core.agreement.hang import Sample
+from elaswave_plugin.core.agreement.messages import Facts, Raised
+from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.errors import EXIT_CONFIGURATION
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.dying import dying_by, resident_bytes
+from elaswave_plugin.ipc.process_tree import describe_status
+from elaswave_plugin.ipc.process_work import WorkWatch
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Channel, Frame
+
+# Of a script that never imported torch, or does not let torch import us.
+_UNKNOWN = (
+    "the script imported no torch, or TORCH_DEVICE_BACKEND_AUTOLOAD is 0; have it train with"
+    " Megatron-Core or DeepSpeed"
+)
+# The end of a process that holds much memory, or a device, takes seconds as it is.
+DIES_WITHIN_S = 5.0
+# Of processes with so much memory the end is looked for, so often; whether they have it, seldom.
+LARGE_BYTES = 1 << 30
+LOOK_S, SELDOM_S = 0.02, 1.0
+_EARLY = (
+    "before its work was finished; where a loop over job.train() ends early, write job.finish() "
+    "behind it"
+)
+_UNTRAINED = "before it trained a step; the script's own output says why"
+_UNKNOWN_OPTION = (
+    "before it attached; where its parser does not know --elaswave, write "
+    "elaswave.add_arguments(parser) before parser.parse_args(); a script of DeepSpeed's takes none,"
+    " but a section in its JSON and `elaswave run --dir DIR`"
+)
+OnExit = Callable[["TrainerSession", str, int | None], None]
+OnFrame = Callable[["TrainerSession", Frame], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerSession:
+    """One incarnation; `control` is there once it has called, and again where it calls again.
+
+    `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
+    `undead`: it counts as gone, and its process is still there; `dying`: that one ends for sure,
+    once its memory is freed; `raised`: what ended its script;
+    `missing`: what its script lacks to join, where it has not.
+    """
+
+    slot: int
+    incarnation: int
+    page: ProgressPage
+    pid: int = 0
+    pidfd: int = -1
+    control: Channel | None = None
+    facts: Facts | None = None
+    delivered: bool = False
+    finished: bool = False
+    left: bool = False
+    saves_last: bool = False
+    returns: bool = False
+    lives: bool = True
+    undead: bool = False
+    dying: bool = False
+    fence_evidence: str | None = None
+    raised: Raised | None = None
+    missing: str = _UNKNOWN
+    waits: ProcessorWaits = field(default_factory=ProcessorWaits)
+    work: WorkWatch = field(default_factory=WorkWatch)
+    states: ProcessStates = field(default_factory=ProcessStates)
+    _is_large: bool = field(init=False, default=False)
+    _signal: int = field(init=False, default=0)
+    _reactor: Reactor = field(init=False)
+    _on_frame: OnFrame = field(init=False)
+    _on_exit: OnExit = field(init=False)
+    _on_late_exit: OnExit = field(init=False)
+
+    @property
+    def works(self) -> bool:
+        """True if it may be asked to take part in a view."""
+        return self.lives and not self.finished and not self.left
+
+    @property
+    def is_replacement(self) -> bool:
+        """True if it was started in the place of one that was lost, or beyond the launch."""
+        return self.incarnation > 0
+
+    def progress(self, awake_s: float) -> Sample | None:
+        """Return how far it is, by its page; None where it does not work.
+
+        See `ProgressPage.sample`.
+        """
+        if not self.works:
+            return None
+        pid, since_s = self.pid, self.page.since_s
+        self.states.look(pid, progress_s=since_s, awake_s=awake_s)
+        last_s = since_s
+        if not self.page.awaits_another:
+            last_s = self.work.last_s(pid, since_s, any_work=self.page.is_save)
+        return self.page.sample(
+            slot=self.slot,
+            awake_s=awake_s,
+            waited_s=self.waits.since(since_s, pid),
+            worked_s=last_s - since_s,
+            held_s=self.states.held_s,
+            stopped_s=self.states.stopped_s,
+            in_kernel_s=self.states.in_kernel_s,
+        )
+
+    def reached(self, sealed: int) -> int:
+        """The step that it has come to; one without a place in the layout seals nothing of it."""
+        sample = self.page.sample(slot=0)
+        return sealed if sample is None else max(sealed, sample.step)
+
+    def when(self, sealed: int) -> str:
+        """Say where in the training it is, as "in step 3"; `sealed`: steps of its snapshot."""
+        sample = self.page.sample(slot=0)
+        if sample is None or (sample.phase == BETWEEN_STEPS and sealed <= 0):
+            return "before the first step"
+        if sample.phase == BETWEEN_STEPS:
+            return f"after step {sealed - 1}"
+        return f"in step {sample.step}"
+
+    def take_raised(self, raised: Raised, *, sealed: int) -> None:
+        """It tells what ended its script."""
+        self.raised = replace(raised, when=self.when(sealed))
+        if self.finished:  # no loss any more, of which the leader would tell
+            whose = f"a worker (process {self.pid})"
+            say(f"{whose} failed after its last step:\n{self.raised.traceback.rstrip()}")
+
+    def end_of(
+        self, status: str, exit_code: int | None, *, sealed: int, args: Sequence[str]
+    ) -> str:
+        """Say what was seen of its end, before its work was finished, as it is told to the others.
+
+        `sealed`: steps that its snapshot has; `args`: of its script.
+        """
+        if exit_code == 0:
+            why = _UNTRAINED if sealed < 0 else _EARLY
+            self.raised = Raised(error=status, message=why, where="", when=self.when(sealed))
+            return f"{status} before its work was finished"
+        is_ours = any(one.startswith("--elaswave") for one in args)
+        if exit_code == EXIT_CONFIGURATION and self.facts is None and is_ours:
+            return f"{status} {_UNKNOWN_OPTION}"
+        return status if self.raised is None else f"{status}, {self.raised}"
+
+    def send(self, message: WireMessage) -> None:
+        """Tell it something; one without a link is told all that counts when it calls."""
+        if self.control is not None:
+            self.control.send(message)
+
+    def attach(
+        self,
+        reactor: Reactor,
+        *,
+        on_frame: OnFrame,
+        on_exit: OnExit,
+        on_late_exit: OnExit,
+    ) -> None:
+        """Have the reactor call these as it speaks and ends.
+
+        `on_late_exit`: it has ended after all, once `on_exit` had said that it does not.
+        """
+        self._reactor, self._on_frame = reactor, on_frame
+        self._on_exit, self._on_late_exit = on_exit, on_late_exit
+        self._look_for_its_end()
+
+    def started(self, pid: int, pidfd: int) -> None:
+        """It runs."""
+        self.pid, self.pidfd = pid, pidfd
+        if self._signal:
+            self.send_signal(self._signal)
+
+    def called(self, sock: socket.socket) -> None:
+        """It has opened a control link, the first one or in the place of one that broke."""
+        if self.control is not None:
+            self.control.close()
+        self.control = Channel(
+            self._reactor, sock, on_frame=partial(self._on_frame, self), on_close=_its_end_comes
+        )
+
+    def send_signal(self, number: int) -> None:
+        """Signal it if it still runs, or as soon as it does."""
+        if self.pidfd < 0:
+            self._signal = number
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def ask_to_end(self, number: int) -> None:
+        """End it by this signal, unless its script handles that."""
+        self.page.tell_to_end()
+        self.send_signal(number)
+
+    def kill(self) -> None:
+        """End it by SIGKILL; one that does not die of that counts as gone after a while.
+
+        A thread that is stuck in the kernel (a file system, a driver) may stay there for ever. No
+        thread of it returns to its program, so that it is as good as dead: only the call that is
+        under way may still finish. Snapshots do not suffer: what is sealed has checksums. A file
+        that it was writing may. And what it holds, such as a device, is not free before it ends.
+        """
+        self.send_signal(signal.SIGKILL)
+        self._reactor.after(DIES_WITHIN_S, self._give_up)
+
+    def fence(self, evidence: str) -> None:
+        """Kill it; its exit is reported with this evidence."""
+        self.fence_evidence = evidence
+        self.kill()
+
+    def _look_for_its_end(self) -> None:
+        """See a large process end before its memory is freed: it does nothing more by then."""
+        pid = self.pid
+        if not self.lives:
+            return
+        if pid and not self._is_large:
+            self._is_large = resident_bytes(pid) >= LARGE_BYTES
+        if self._is_large and (number := dying_by(pid)):
+            self.dying = True
+            self._count_as_gone(f"{describe_status(number)[0]}, and its memory is being freed")
+        else:
+            self._reactor.after(LOOK_S if self._is_large else SELDOM_S, self._look_for_its_end)
+
+    def _give_up(self) -> None:
+        if self.lives:
+            status = f"SIGKILL has not ended it within {DIES_WITHIN_S:g} s"
+            if self.fence_evidence is not None:
+                self.fence_evidence += f"; {status}"
+            self._count_as_gone(status)
+
+    def _count_as_gone(self, status: str) -> None:
+        """Report its end, although its process is still there."""
+        self.lives, self.undead = False, True
+        self._on_exit(self, status, None)
+
+    def ended(self, status: int | None, why: str, exit_code: int | None) -> None:
+        """Its process is gone: by a wait status where one is known, else `why`."""
+        text, code = (why, exit_code) if status is None else describe_status(status)
+        if self.control is not None:
+            self.control.drain()
+            self.control.close()
+        told = self._on_late_exit if self.undead else self._on_exit
+        self.lives = self.undead = False
+        told(self, text, code)
+
+    def close(self) -> None:
+        """Let go of its descriptors."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def _its_end_comes(evidence: str) -> None:
+    """The trainer closed its end; what matters is how the process ends, and that comes."""

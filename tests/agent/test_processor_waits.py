@@ -1,0 +1,61 @@
+"""A process that waits for a processor, beside one that sleeps."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+from elaswave_plugin.agent.process_states import ProcessorWaits
+
+WATCHED_S = 1.0
+COMPUTE = "import os; os.sched_setaffinity(0, {0})\nwhile True: sum(range(10000))"
+SLEEP = "import time; time.sleep(60)"
+
+
+def test_who_waits_for_a_processor_is_told_from_who_sleeps() -> None:
+    processor = min(os.sched_getaffinity(0))
+    compute = COMPUTE.replace("{0}", f"{{{processor}}}")
+    scripts = [compute, compute, compute, compute, SLEEP]
+    processes = [subprocess.Popen([sys.executable, "-c", script]) for script in scripts]
+    try:
+        time.sleep(WATCHED_S)  # until they have begun
+        begun_s, waits = time.monotonic() - WATCHED_S, {}
+        for process in processes:
+            waits[process.pid] = ProcessorWaits()
+            waits[process.pid].since(begun_s, process.pid)
+        watched_s = time.monotonic()
+        time.sleep(WATCHED_S)
+        watched_s = time.monotonic() - watched_s
+        *computing, asleep = (waits[p.pid].since(begun_s, p.pid) for p in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    # Four of them share a processor with whatever else runs on it.
+    assert all(0.5 * watched_s < one < 1.1 * watched_s for one in computing), computing
+    assert asleep < 0.1
+    assert waits[processes[0].pid].since(begun_s, processes[0].pid) == 0.0  # it has ended
+
+
+def test_a_wait_that_lasts_is_counted_before_it_is_over() -> None:
+    """Linux counts it afterwards; beside eight of the highest priority one of the lowest stays."""
+    processor = min(os.sched_getaffinity(0))
+    compute = COMPUTE.replace("{0}", f"{{{processor}}}")
+    starved = compute.replace("; os.sched", "; os.nice(19); os.sched")
+    processes = [subprocess.Popen([sys.executable, "-c", one]) for one in [starved, *[compute] * 8]]
+    waits, pid = ProcessorWaits(), processes[0].pid
+    try:
+        time.sleep(WATCHED_S)  # until they have begun
+        begun_s = time.monotonic() - WATCHED_S
+        found, until_s = [waits.since(begun_s, pid)], time.monotonic() + 2 * WATCHED_S
+        while time.monotonic() < until_s:
+            time.sleep(0.1)
+            found.append(waits.since(begun_s, pid))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    steps = [after - before for before, after in itertools.pairwise(found)]
+    # At each look most of the time since the one before, also while it has had no turn.
+    assert sum(step > 0.05 for step in steps) > 0.8 * len(steps), found

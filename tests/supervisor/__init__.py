@@ -1,1 +1,0 @@
-"""Tests of supervisors: pure parts, and jobs of tiny trainers in real processes."""
