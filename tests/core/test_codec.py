@@ -19,11 +19,11 @@ from elaswave_plugin.core.codec import (
     to_json,
 )
 from elaswave_plugin.core.layout.worker_facts import WorkerFacts
-from elaswave_plugin.ipc.frames import FromPeer, FromSupervisor, FromTrainer
+from elaswave_plugin.ipc.frames import FromPeer, FromAgent, FromTrainer
 from elaswave_plugin.ipc.peer import Peer
 from tests.core.over_the_wire import again, as_json
 
-SAID = [(side, one) for side in (FromTrainer, FromSupervisor, FromPeer) for one in get_args(side)]
+SAID = [(side, one) for side in (FromTrainer, FromAgent, FromPeer) for one in get_args(side)]
 NAMES = [one.__name__ for _, one in SAID]
 NOTED = (Record, WorkerFacts, Peer)
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -104,7 +104,7 @@ def test_every_record_is_read_as_it_was_written(kind: type, data: st.DataObject)
 
 
 def test_no_two_messages_to_one_reader_are_of_one_kind() -> None:
-    for side in (FromTrainer, FromSupervisor, FromPeer):
+    for side in (FromTrainer, FromAgent, FromPeer):
         kinds = [kind_of(one) for one in get_args(side)]
         assert len(set(kinds)) == len(kinds)
 
@@ -138,7 +138,7 @@ def test_a_field_of_another_type_is_refused(side: Any, kind: Any, data: st.DataO
                 from_json(side, {**record, one.name: wrong})
 
 
-@pytest.mark.parametrize("side", [FromTrainer, FromSupervisor, FromPeer])
+@pytest.mark.parametrize("side", [FromTrainer, FromAgent, FromPeer])
 @pytest.mark.parametrize("record", [None, 7, "begun", [], {}, {"t": []}, {"t": None}, {"t": "x"}])
 def test_what_is_no_message_is_refused(side: Any, record: Any) -> None:
     with pytest.raises(UnreadableMessageError, match="unknown here: have all run the same version"):
@@ -149,22 +149,22 @@ def test_a_flaw_inside_is_named() -> None:
     view = {"epoch": 3, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "reason": ""}
     said = {"t": "new_view", "before": [], "view": view, "payload": ""}
     with pytest.raises(UnreadableMessageError, match=r"new_view' with something .*a slot twice"):
-        from_json(FromSupervisor, said)
+        from_json(FromAgent, said)
     said["view"] = {**view, "ranks": [0, "1"]}
     with pytest.raises(UnreadableMessageError, match=r"'new_view' with ranks \[0, '1'\]:"):
-        from_json(FromSupervisor, said)
+        from_json(FromAgent, said)
     said["view"] = {"epoch": 3}
     with pytest.raises(UnreadableMessageError, match="said 'new_view' without 'ranks'"):
-        from_json(FromSupervisor, said)
+        from_json(FromAgent, said)
 
 
 def test_news_in_a_promise_are_news() -> None:
     ballot = {"term": 1, "leader": 0, "epoch": 2}
     promise = {"t": "promise", "ballot": ballot, "applied_epoch": 1, "asked_epoch": 1}
     promise |= {"newer": [], "accepted": None, "lost": []}
-    assert from_json(FromPeer, {**promise, "news": [{"t": "first_seal"}]}).news
+    assert from_json(FromPeer, {**promise, "news": [{"t": "first_seal", "slot": 1}]}).news
     with pytest.raises(UnreadableMessageError, match="said 'accuse', unknown here"):
-        from_json(FromPeer, {**promise, "news": [{"t": "accuse", "slot": 1, "evidence": "e"}]})
+        from_json(FromPeer, {**promise, "news": [{"t": "accuse", "node": 1, "evidence": "e"}]})
 
 
 def test_what_is_no_dataclass_is_not_written() -> None:

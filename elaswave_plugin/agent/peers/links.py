@@ -79,12 +79,16 @@ class Links:
         self._wanted: dict[int, str] = {}
         self._dialling: set[int] = set()
         self._down: dict[int, _Down] = {}
+        # Nodes that were told to be gone, and when they are looked for again.
+        self._again_s: dict[int, float] = {}
 
     def want(self, nodes: Mapping[int, str]) -> None:
         """Open links with these nodes, by address, where this end opens them; and keep them."""
         self._wanted = dict(nodes)
+        now_s = time.monotonic()
         for node in nodes:
-            if node < self._own.node and node not in self.channels and node not in self._down:
+            is_missed = node not in self.channels and node not in self._down
+            if is_missed and node < self._own.node and now_s >= self._again_s.get(node, 0.0):
                 self._miss(node, "it does not answer")
 
     def take(self, peer: Peer, sock: socket.socket, epoch: int | None) -> None:
@@ -143,8 +147,13 @@ class Links:
 
     def _give_up(self, node: int, down: _Down) -> None:
         if self._down.get(node) is down:
-            del self._down[node]
-            self._listener.on_gone(node, down.evidence)
+            self._gone(node, down.evidence)
+
+    def _gone(self, node: int, evidence: str) -> None:
+        """Nobody answers: said once, and looked for again after a while, as links may heal."""
+        del self._down[node]
+        self._again_s[node] = time.monotonic() + self._grace_s
+        self._listener.on_gone(node, evidence)
 
     def _look_for(self, node: int) -> None:
         """Dial in a thread: to open the link, or to see that somebody is there who will."""
@@ -204,6 +213,6 @@ class Links:
 
     def _is_dead(self, node: int, why: str) -> None:
         self._dialling.discard(node)
-        down = self._down.pop(node, None)
+        down = self._down.get(node)
         if down is not None:
-            self._listener.on_gone(node, f"{down.evidence}; {why}")
+            self._gone(node, f"{down.evidence}; {why}")

@@ -182,12 +182,11 @@ class Agreement(Candidate):
                 self._send(node, Propose(proposal=self._open))
                 if self._stops_before is not None:
                     self._send(node, StopBefore(ballot=self._open.ballot, step=self._stops_before))
+            self._tell_again(node)
         elif self._election is not None:
             self._send(node, self._prepare(self._election))
-        elif node == self.leader:  # what was said while there was no link
-            for news in self._news:
-                if not isinstance(news, AllSealed):
-                    self._send(node, news)
+        elif node == self.leader:
+            self._tell_again(node)
 
     # ---- inputs -------------------------------------------------------------------------------
 
@@ -237,13 +236,12 @@ class Agreement(Candidate):
                 | Replan()
                 | FirstSeal()
                 | Done()
+                | Detached()
                 | Ready()
                 | Notice()
                 | Starts()
             ):
                 self._learn_news(message, now_s)
-            case Detached():
-                self._note_detached(message)
             case Stays():
                 self._forget_notice(message.worker)
             case Stop():
@@ -273,15 +271,7 @@ class Agreement(Candidate):
         if seat.detached:
             return
         seat.detached, seat.fence_at_s = True, None
-        if self.leader == self.node:
-            self._note_detached(message)
-        else:
-            self._send(self.leader, message)
-
-    def _note_detached(self, message: Detached) -> None:
-        if self._reports.lacking is None:
-            self._reports.lacking = message.missing
-            self._note("detached", **asdict(message))
+        self._tell_leader(message, 0.0)
 
     def vacate(self, slot: int, evidence: str) -> None:
         """Give an own slot up: this node starts no trainer in it any more."""

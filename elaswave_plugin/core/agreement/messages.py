@@ -239,7 +239,7 @@ class Done(WireMessage):
 class Detached(WireMessage):
     """A trainer trains (else: has ended) without having joined the job.
 
-    `missing`: what the script lacks. It is no news for the next leader: one has said it.
+    `missing`: what the script lacks.
     """
 
     slot: int
@@ -340,7 +340,19 @@ class Stop(WireMessage):
     part: bool = False
 
 
-News = Report | Severed | Replan | FirstSeal | AllSealed | Done | Ready | Notice | Settled | Starts
+News = (
+    Report
+    | Severed
+    | Replan
+    | FirstSeal
+    | AllSealed
+    | Done
+    | Detached
+    | Ready
+    | Notice
+    | Settled
+    | Starts
+)
 
 Message = (
     Prepare

@@ -6,11 +6,13 @@ The base of `agreement.Agreement`: news goes to the leader, and with a promise t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 from elaswave_plugin.core.agreement.effects import Effect, Note, Send
 from elaswave_plugin.core.agreement.messages import (
+    AllSealed,
+    Detached,
     Done,
     FirstSeal,
     Message,
@@ -189,9 +191,21 @@ class Reporter:
     def _tell_leavers(self, message: Settled, sender: int) -> None:
         """Pass on, as the leader, what lets those end that are in the view no more."""
         for node in self.nodes.living():
-            left = any(slot not in self.committed.ranks for slot in self.nodes.slots_of(node))
-            if left and node not in (self.node, sender):
+            if node not in (self.node, sender) and self._has_left(node):
                 self._send(node, message)
+
+    def _has_left(self, node: int) -> bool:
+        return any(slot not in self.committed.ranks for slot in self.nodes.slots_of(node))
+
+    def _tell_again(self, node: int) -> None:
+        """Tell on a new link what was said while there was none, to the leader or as the leader."""
+        leads = self.leader == self.node
+        for news in () if leads else self._news:
+            if not isinstance(news, AllSealed):
+                self._send(node, news)
+        for slot, epoch in self._reports.settled.items():
+            if self._has_left(node) if leads else slot in self.seats:
+                self._send(node, Settled(slot=slot, epoch=epoch))
 
     def severed(self, epoch: int, evidence: str, now_s: float) -> None:
         """Report that a trainer's link to another one broke while it was needed.
@@ -216,6 +230,9 @@ class Reporter:
         return WorkerId(slot=slot, incarnation=self.seats[slot].incarnation)
 
     def _learn_news(self, news: News, now_s: float) -> None:
+        is_first = isinstance(news, Detached) and self._reports.lacking is None
+        if is_first and self.leader == self.node:  # once for all
+            self._note("detached", **asdict(news))
         self._reports.learn(news, epoch=self.committed.epoch, now_s=now_s)
 
     def _keep_who_is_needed(self, opened: MembershipView | None) -> None:

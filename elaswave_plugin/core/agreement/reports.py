@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from elaswave_plugin.core.agreement.messages import (
     AllSealed,
+    Detached,
     Done,
     FirstSeal,
     News,
@@ -87,6 +88,9 @@ class Reports:
                     self.arrivals[slot] = news.arrival
             case Settled():
                 self.settled[news.slot] = news.epoch
+            case Detached():
+                if self.lacking is None:
+                    self.lacking = news.missing
             case Starts():
                 known = self.incarnations.get(news.worker.slot, 0)
                 self.incarnations[news.worker.slot] = max(known, news.worker.incarnation)
