@@ -12,26 +12,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from elaswave_plugin.agent.agent_process import AgentProcess
 from elaswave_plugin.agent.agent_spec import AgentSpec
-from elaswave_plugin.agent.guardian import EXIT_CRASHED, Guardian
 from elaswave_plugin.agent.notice_file import NOTICE_FILE
 from elaswave_plugin.agent.oom_kills import oom_kills
 from elaswave_plugin.agent.peers.rendezvous import (
     RendezvousSpec,
     listen_at,
     own_host,
-    tell_of_end,
 )
-from elaswave_plugin.agent.snapshot_server import listen_for_data
 from elaswave_plugin.agent.starters import ForkServer
-from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import adopt_orphans
-from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
+from elaswave_plugin.launch.guarded_node import GuardedNode
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.join import Vacancy, find_vacancy
 from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
@@ -42,7 +38,6 @@ from elaswave_plugin.tracking.events import EventLog
 
 __all__ = ["LaunchSpec", "main", "parse_run_args", "run_job"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Beyond the time in which workers that were told to go may leave between two steps.
 _LAST_RESORT_S = 10.0
 
@@ -125,11 +120,8 @@ class _NodeJob:
         self._secret = secret
         self._host = host
         self._events = events
-        self._reactor = Reactor()
+        self._guarded: GuardedNode
         self._zygote: subprocess.Popen[bytes] | None = None
-        self._code: int | None = None
-        self._has_met = False
-        self._signals: list[int] = []
         self._scripts_port = _reserve_port()
         adopt_orphans()
 
@@ -208,40 +200,23 @@ class _NodeJob:
     def _supervise(
         self, agent: AgentSpec, listener: socket.socket | None, zygotes: list[socket.socket]
     ) -> int:
-        """Run the node's guardian until there is to be no agent any more."""
-        old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        """Guard the node until there is to be no agent any more."""
         ours = bool(self._spec.preload) and not zygotes
-        data = listen_for_data(self._host)
-        process = AgentProcess(spec=agent, env=_job_env(self._spec), data=data, listener=listener)
-        if ours:
-            zygotes = self._start_zygote(len(agent.envs))
-        starters = [ForkServer(self._reactor, sock, ours=ours) for sock in zygotes]
-        guardian = self._guardian = Guardian(
-            self._reactor, process.begin, starters, on_end=self._on_end
+        guarded = self._guarded = GuardedNode(
+            agent, _job_env(self._spec), listener, on_signal=self._end
         )
         try:
-            guardian.start()
-            if listener is not None:
-                listener.close()
-            self._reactor.run()
+            if ours:
+                zygotes = self._start_zygote(len(agent.envs))
+            code = guarded.run([ForkServer(guarded.reactor, sock, ours=ours) for sock in zygotes])
         finally:
-            guardian.close()
             self._end_zygote()
-            for number, action in old.items():
-                signal.signal(number, action)
-            for sock in data:
-                sock.close()
-            self._reactor.close()
             self._scripts_port.close()
-        if self._code and not self._has_met and not agent.joins and not self._signals:
-            self._tell_of_early_end(agent.rendezvous, self._code)
-        code = self._exit_code(agent.rendezvous.node)
+        if guarded.signals:
+            code = 128 + guarded.signals[0]
+            say(f"ended by {signal.Signals(guarded.signals[0]).name} (exit code {code})")
         self._events.emit("job_ended", node=agent.rendezvous.node, exit_code=code)
         return code
-
-    def _on_end(self, code: int) -> None:
-        self._code, self._has_met = code, self._guardian.has_met
-        self._reactor.stop()
 
     def _port_for_scripts(self, port: int) -> int:
         """MASTER_PORT of the trainers: the agents listen at `port` itself.
@@ -271,46 +246,40 @@ class _NodeJob:
         for _, theirs in pairs:
             theirs.close()
         ended, killed = os.pidfd_open(self._zygote.pid), oom_kills()
-        self._reactor.watch(ended, partial(self._on_zygote_exit, self._zygote, ended, killed))
+        self._guarded.reactor.watch(
+            ended, partial(self._on_zygote_exit, self._zygote, ended, killed)
+        )
         return [ours for ours, _ in pairs]
 
     def _on_zygote_exit(
         self, zygote: subprocess.Popen[bytes], pidfd: int, killed_before: int
     ) -> None:
         """The workers that it had forked go on; those that come later are started by exec."""
-        self._reactor.unwatch(pidfd)
+        self._guarded.reactor.unwatch(pidfd)
         os.close(pidfd)
         code = zygote.wait()
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         if code < 0 and oom_kills() > killed_before:
             how += ", and the kernel has ended processes for lack of memory meanwhile"
-        if code and not self._signals:
+        if code and not self._guarded.signals:
             say(
                 f"the zygote (pid {zygote.pid}) ended: {how}; the workers that it had forked go on,"
                 " and others start without it"
             )
-
-    def _tell_of_early_end(self, rendezvous: RendezvousSpec, code: int) -> None:
-        """Tell the others of an agent that ended before all had met: they need not wait."""
-        if code < 0 or code == EXIT_CRASHED:  # else it has said why
-            say(f"the agent of node {rendezvous.node} ended before the job began")
-        tell_of_end(rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._reactor.post(partial(self._end, number))
 
     def _end(self, number: int) -> None:
         """Told to end: ask the agent, which gives its trainers a moment; then insist.
 
         It takes a second signal for one that cannot wait; a third one kills.
         """
-        self._signals.append(number)
-        if len(self._signals) > 2:
-            return self._guardian.kill()
-        self._guardian.send_signal(signal.SIGTERM)
-        if len(self._signals) == 1:
+        signals, guardian = self._guarded.signals, self._guarded.guardian
+        signals.append(number)
+        if len(signals) > 2:
+            return guardian.kill()
+        guardian.send_signal(signal.SIGTERM)
+        if len(signals) == 1:
             limit_s = self._spec.timeouts.notice_timeout_s + _LAST_RESORT_S
-            self._reactor.after(limit_s, self._guardian.kill)
+            self._guarded.reactor.after(limit_s, guardian.kill)
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:
@@ -320,17 +289,6 @@ class _NodeJob:
             except subprocess.TimeoutExpired:
                 say(f"the zygote (pid {self._zygote.pid}) does not die of SIGKILL: left behind")
             self._zygote = None
-
-    def _exit_code(self, node: int) -> int:
-        """That of the job, as the agent that lived to its end tells it."""
-        if self._signals:
-            code = 128 + self._signals[0]
-            say(f"ended by {signal.Signals(self._signals[0]).name} (exit code {code})")
-            return code
-        code = EXIT_FAILED if self._code is None else self._code
-        if code < 0 or code == EXIT_CRASHED:
-            say(f"no agent of node {node} lived to the end of the job")
-        return EXIT_FAILED if code < 0 or code in (EXIT_CRASHED, EXIT_LEFT_OUT) else code
 
 
 def _hands_out(spec: LaunchSpec) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -20,21 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from elaswave_plugin.agent.agent_process import AgentProcess
 from elaswave_plugin.agent.agent_spec import AgentSpec
-from elaswave_plugin.agent.guardian import EXIT_CRASHED, Guardian
+from elaswave_plugin.agent.guardian import EXIT_CRASHED
 from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.agent.peers.rendezvous import (
     RendezvousSpec,
     listen_at,
     own_host,
-    tell_of_end,
 )
-from elaswave_plugin.agent.snapshot_server import listen_for_data
 from elaswave_plugin.agent.starters import ForkServer, Starter
 from elaswave_plugin.errors import (
-    EXIT_FAILED,
-    EXIT_LEFT_OUT,
     EXIT_REQUEUE,
     AgreementError,
     ConfigurationError,
@@ -43,8 +37,8 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve, variable
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import die_with_parent
-from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
+from elaswave_plugin.launch.guarded_node import GuardedNode
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.launch import connect_zygote
 from elaswave_plugin.launch.options import (
@@ -77,9 +71,6 @@ _NAMES_OF_A_JOB = (
 )
 # MASTER_PORT is often a port that was free by chance: its neighbour need not be.
 _PORTS_TRIED = 16
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,7 +182,7 @@ def _serve(spec: AgentSpec, zygote: str | None, *, several: bool) -> int:
             envs=(env, *(task.env for task in tasks)),
             first_args=(first_args, *(task.args for task in tasks)),
         )
-        code = _Guarded(spec, tasks, zygote, listener).run()
+        code = _guard(spec, tasks, zygote, listener)
         for task in tasks:
             task.tell({"exit": code})
     return code
@@ -206,77 +197,28 @@ def _place(env: Mapping[str, str], rendezvous: RendezvousSpec) -> int:
     return int(text)
 
 
-class _Guarded:
-    """The guardian of a node whose tasks a launcher has started, in the first of them."""
+def _guard(
+    spec: AgentSpec, tasks: Sequence[Task], zygote: str | None, listener: socket.socket | None
+) -> int:
+    """Be the guardian of a node whose tasks a launcher has started, in the first of them."""
+    rendezvous, env = spec.rendezvous, spec.envs[0]
+    run_dir = None if spec.run_dir is None else Path(spec.run_dir)
+    secret = _secret(rendezvous, env, run_dir)
+    spec = replace(spec, rendezvous=replace(rendezvous, secret=secret))
 
-    def __init__(
-        self,
-        spec: AgentSpec,
-        tasks: Sequence[Task],
-        zygote: str | None,
-        listener: socket.socket | None,
-    ) -> None:
-        rendezvous, env = spec.rendezvous, spec.envs[0]
-        self._reactor = Reactor()
-        self._code = EXIT_FAILED
-        self._has_met = False
-        self._signals = 0
-        run_dir = None if spec.run_dir is None else Path(spec.run_dir)
-        self._listener = listener
-        secret = _secret(rendezvous, env, run_dir)
-        spec = replace(spec, rendezvous=replace(rendezvous, secret=secret))
-        self._spec = spec
-        data = listen_for_data(spec.host)
-        self._process = AgentProcess(spec=spec, env=env, data=data, listener=listener)
-        starters: list[Starter | None]
-        if zygote:
-            starters = [ForkServer(self._reactor, connect_zygote(zygote, one)) for one in spec.envs]
-            for place, task in enumerate(tasks, start=1):
-                self._hear_signals(task, place)
-        else:
-            starters = [None]
-            for place, task in enumerate(tasks, start=1):
-                on_signal = partial(self._hand_on, place)
-                starters.append(task.starter(self._reactor, on_signal))
-        self._guardian = Guardian(self._reactor, self._process.begin, starters, on_end=self._on_end)
+    def hand_on(place: int, number: int) -> None:
+        guarded.signals.append(number)
+        guarded.guardian.send_signal(number, place)
 
-    def run(self) -> int:
-        """Guard the node to the end of the job; returns its exit code."""
-        old = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        spec = self._spec
-        try:
-            with left_to_user(spec.rendezvous.secret):
-                self._guardian.start()
-                if self._listener is not None:
-                    self._listener.close()
-                self._reactor.run()
-        finally:
-            self._guardian.close()
-            for number, action in old.items():
-                signal.signal(number, action)
-        code = self._code
-        if code and not self._has_met and not self._signals:
-            tell_of_end(spec.rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
-        return EXIT_FAILED if code < 0 or code in (EXIT_CRASHED, EXIT_LEFT_OUT) else code
-
-    def _on_end(self, code: int) -> None:
-        self._code, self._has_met = code, self._guardian.has_met
-        self._reactor.stop()
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._reactor.post(partial(self._hand_on, 0, number))
-
-    def _hand_on(self, place: int, number: int) -> None:
-        self._signals += 1
-        self._guardian.send_signal(number, place)
-
-    def _hear_signals(self, task: Task, place: int) -> None:
-        """A task that forks nothing, since a zygote does, still gets signals."""
-        ForkServer(
-            self._reactor,
-            task.sock.dup(),
-            on_other=lambda frame: self._hand_on(place, int(frame["signal"])),
-        )
+    guarded = GuardedNode(spec, env, listener, on_signal=partial(hand_on, 0))
+    starters: list[Starter | None] = [
+        None,
+        *(one.starter(guarded.reactor, partial(hand_on, n)) for n, one in enumerate(tasks, 1)),
+    ]
+    if zygote:  # the tasks fork nothing, and hand signals on
+        starters = [ForkServer(guarded.reactor, connect_zygote(zygote, one)) for one in spec.envs]
+    with left_to_user(secret):
+        return guarded.run(starters)
 
 
 def _check(program: Program, settings: ScriptSettings) -> None:

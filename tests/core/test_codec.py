@@ -19,7 +19,7 @@ from elaswave_plugin.core.codec import (
     to_json,
 )
 from elaswave_plugin.core.layout.worker_facts import WorkerFacts
-from elaswave_plugin.ipc.frames import FromPeer, FromAgent, FromTrainer
+from elaswave_plugin.ipc.frames import FromAgent, FromPeer, FromTrainer
 from elaswave_plugin.ipc.peer import Peer
 from tests.core.over_the_wire import again, as_json
 
