@@ -2,13 +2,15 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from elaswave_plugin.testing import Cluster
 from tests.core.test_agreement_cuts import check, come_to_rest, sealed_job
 from tests.core.test_agreement_random import exit_who_is_over, works
 from tests.explore.states import Digests, fork
+
+KINDS = ("kill", "restart", "exit", "sunder", "relink", "respawn", "join")
 
 
 class Broken(AssertionError):
@@ -36,12 +38,13 @@ def explore(
     faults: int,
     most_states: int,
     most_s: float = float("inf"),
+    kinds: Container[str] = KINDS,
 ) -> Found:
     """Visit each state once, deepest first; raises Broken.
 
-    ``faults``: of a path at most: the death of a node or of its agent, the end of a trainer or its
-    return, a link cut or opened again, a newcomer. What is under way may be delivered in any order, and stopped trainers may answer at
-    any time.
+    ``faults``: of a path at most, of these ``kinds``: the death of a node or of its agent, the end
+    of a trainer or its return, a link cut or opened again, a newcomer. What is under way may be
+    delivered in any order, and stopped trainers may answer at any time.
     """
     found, seen, digests = Found(), set[bytes](), Digests()
     end_s = time.monotonic() + most_s
@@ -61,7 +64,8 @@ def explore(
         if not usual:
             found.at_rest += 1
             _judge_at_rest(cluster, path)
-        for move in [*usual, *(fault_moves(cluster) if left else ())]:
+        faulty = [move for move in fault_moves(cluster) if left and move.split()[0] in kinds]
+        for move in [*usual, *faulty]:
             is_fault = move not in usual
             if is_fault:
                 kind = move.split()[0]
