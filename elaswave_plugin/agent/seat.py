@@ -37,7 +37,7 @@ from elaswave_plugin.core.agreement.messages import (
 )
 from elaswave_plugin.core.agreement.respawn import Deaths, GiveUp
 from elaswave_plugin.core.agreement.view import MembershipView
-from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_wire
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import AGENT, HOST, INCARNATION, SLOT
@@ -436,7 +436,7 @@ class Seat:
                 self.slot,
                 self._ring.ballot,
                 facts,
-                lambda: [to_json(one) for one in common.store.inventory(common.address)],
+                lambda: [to_wire(one) for one in common.store.inventory(common.address)],
                 entering=not self.trainer.delivered,
             )
 

@@ -27,8 +27,12 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from elaswave_plugin.core.runs import numbers_of, runs_text
+
 # The key of a message's kind.
 KIND = "t"
+# From so many numbers on a list is written by its runs.
+_LONG = 16
 Reader = Callable[[Any], Any]
 
 
@@ -68,6 +72,21 @@ def to_json(value: object) -> dict[str, Any]:
     given = {name: (getattr(value, name), default) for name, default in _defaults(kind)}
     present = {name: one for name, (one, default) in given.items() if one != default}
     return {KIND: kind_of(kind), **present} if isinstance(value, WireMessage) else present
+
+
+def to_wire(value: object) -> dict[str, Any]:
+    """Return what `to_json` does, with long lists of numbers, such as ranks, as text."""
+    return {name: shortened(one) for name, one in to_json(value).items()}
+
+
+def shortened(value: Any) -> Any:
+    """Return the text of the runs of a long list of numbers, where that is shorter."""
+    if not isinstance(value, tuple | list) or len(value) < _LONG:
+        return value
+    if set(map(type, value)) != {int}:
+        return value
+    text = runs_text(value)
+    return text if len(text) < 2 * len(value) else value
 
 
 def from_json(hint: Any, record: Any) -> Any:
@@ -185,6 +204,8 @@ def _read_many(made: type, read: Reader, value: Any) -> Any:
 
 def _read_alike(made: type, kind: type, value: Any) -> Any:
     """Read scalars of one type at once: a commit to 512 workers of one group has a million."""
+    if kind is int and isinstance(value, str):
+        return made(numbers_of(value))
     if not set(map(type, _checked(list, value))) <= {kind}:
         raise TypeError(f"not all of {value!r:.60} are {kind}")
     return made(value)

@@ -9,11 +9,12 @@ import select
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from elaswave_plugin.core.codec import WireMessage, to_json
+from elaswave_plugin.core.codec import WireMessage, to_wire
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.silence import Answers, answers
 
@@ -28,11 +29,16 @@ PROBE_AFTER_S = 30
 PROBE_EVERY_S = 10
 PROBES = 9
 _READ_BYTES = 1 << 16
+# Frames of jobs of thousands of workers, which say the same of most of them.
+_COMPRESSED_BYTES = 1 << 16
+_COMPRESSED = b"\x78"
 
 
 def encode(frame: Frame | WireMessage) -> bytes:
-    """The bytes of a frame."""
-    body = json.dumps(frame, separators=(",", ":"), default=to_json).encode()
+    """The bytes of a frame; a long one is compressed, which no object in JSON begins like."""
+    body = json.dumps(frame, separators=(",", ":"), default=to_wire).encode()
+    if len(body) > _COMPRESSED_BYTES:
+        body = zlib.compress(body, level=1)
     return LENGTH.pack(len(body)) + body
 
 
@@ -55,7 +61,7 @@ class FrameBuffer:
                 return
             body = self._data[LENGTH.size : end]
             del self._data[:end]
-            yield _object(body)
+            yield _object(body, self._longest_bytes)
 
 
 class Channel:
@@ -240,7 +246,7 @@ def receive_frame(
     (length,) = LENGTH.unpack(_receive(sock, LENGTH.size, deadline_s, check))
     if length > longest_bytes:
         raise ConnectionError(f"frame of {length} bytes on a control connection")
-    return _object(_receive(sock, length, deadline_s, check))
+    return _object(_receive(sock, length, deadline_s, check), longest_bytes)
 
 
 def receive_into(
@@ -313,7 +319,9 @@ def has_ended(sock: socket.socket) -> bool:
         return True
 
 
-def _object(data: bytearray) -> Frame:
+def _object(data: bytearray, longest_bytes: int) -> Frame:
+    if data[:1] == _COMPRESSED:
+        data = _whole(data, longest_bytes)
     try:
         frame = json.loads(data)
     except RecursionError as error:  # brackets in brackets
@@ -321,6 +329,17 @@ def _object(data: bytearray) -> Frame:
     if not isinstance(frame, dict):
         raise ValueError(f"a frame is an object, not {frame!r:.100}")
     return frame
+
+
+def _whole(data: bytearray, longest_bytes: int) -> bytearray:
+    reader = zlib.decompressobj()
+    try:
+        whole = reader.decompress(data, longest_bytes)
+    except zlib.error as error:
+        raise ValueError(f"a compressed frame that is damaged ({error})") from error
+    if not reader.eof:
+        raise ValueError(f"frame of more than {longest_bytes} bytes once it is decompressed")
+    return bytearray(whole)
 
 
 def receive_descriptor(sock: socket.socket, timeout_s: float, check: Check | None = None) -> int:

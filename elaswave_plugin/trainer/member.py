@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,7 +15,7 @@ from elaswave_plugin.core.agreement.messages import Severed, Stop
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import Payload, WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts, read_payload
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.ipc.environment import (
     AGENT,
@@ -491,7 +490,7 @@ class Member:
 
 def _read_commit(message: said.NewView) -> Commit:
     try:
-        told: Payload = from_json(Payload, json.loads(message.payload))
+        told = read_payload(message.payload)
     except ValueError as error:
         raise UnreadableMessageError("new_view", f" with a payload: {error}") from error
     path = (*message.before, message.view)

@@ -13,6 +13,7 @@ from elaswave_plugin.core.layout.worker_facts import (
     SlowReport,
     WorkerFacts,
     pack_payload,
+    read_payload,
     step_told,
 )
 from tests.core.over_the_wire import as_json
@@ -47,7 +48,7 @@ def test_all_facts_come_through_a_commit() -> None:
     assert all(getattr(ALL, one.name) for one in fields(WorkerFacts))
     told = {slot: as_json(facts) for slot, facts in ((0, ALL), (3, FEWEST))}
     assert [step_told(one) for one in told.values()] == [7, 0]
-    heard = from_json(Payload, json.loads(pack_payload(told, [as_json(sealed(1, 6))])))
+    heard = read_payload(pack_payload(told, [as_json(sealed(1, 6))]))
     assert heard == Payload(facts={0: ALL, 3: FEWEST}, inventory=[sealed(1, 6)])
 
 

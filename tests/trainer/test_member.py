@@ -503,7 +503,7 @@ def test_a_message_of_another_version_ends_the_worker(agent: Agent) -> None:
         ),
         ({**NEW_VIEW, "before": {}}, "said 'new_view' with before {}"),
         ({**NEW_VIEW, "payload": "{"}, "said 'new_view' with a payload: Expecting"),
-        ({**NEW_VIEW, "payload": "{}"}, "said 'new_view' with a payload: .* without 'facts'"),
+        ({**NEW_VIEW, "payload": "{}"}, "said 'new_view' with a payload: .* without 'slots'"),
         ({**NEW_VIEW, "why": ""}, "said 'new_view' with 'why', unknown here"),
         ({"t": "copied", "step": "x", "epoch": 1, "slot": 0}, "said 'copied' with step 'x'"),
         ({"t": "propose"}, "said 'propose' without 'epoch'"),

@@ -102,12 +102,13 @@ class Acceptor(Reporter, ABC):
         if self._shut_out(message.lost):
             return
         known = [view for view in self.history if view.epoch <= self._sure_epoch]
+        accepted = self.accepted
         promise = Promise(
             ballot=message.ballot,
             applied_epoch=self._applied_epoch,
             asked_epoch=self._asked_epoch,
             newer=tuple(view for view in known if view.epoch > message.epoch),
-            accepted=self.accepted,
+            accepted=None if accepted and accepted.ballot == message.accepted else accepted,
             lost=tuple(self.nodes.lost),
             news=tuple(self._news),
         )

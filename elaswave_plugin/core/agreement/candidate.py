@@ -118,7 +118,8 @@ class Candidate(Acceptor):
 
     def _prepare(self, ballot: Ballot) -> Prepare:
         lost = tuple(self.nodes.lost)
-        return Prepare(ballot=ballot, epoch=self.committed.epoch, lost=lost)
+        accepted = None if self.accepted is None else self.accepted.ballot
+        return Prepare(ballot=ballot, epoch=self.committed.epoch, lost=lost, accepted=accepted)
 
     def _win(self, ballot: Ballot, now_s: float) -> None:
         promises = list(self._promises.values())

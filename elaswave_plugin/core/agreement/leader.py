@@ -78,6 +78,7 @@ class Agreement(Candidate):
         self._known_to_open = (0, 0, 0, False)
         self._begun: dict[int, Begun] = {}
         self._stops_before: int | None = None
+        self._stands = False
         self._outside: set[int] = set()
         self._answers: dict[int, Quiesced] = {}
 
@@ -385,7 +386,7 @@ class Agreement(Candidate):
             self._propose(due.view, now_s, boundary=due.boundary)
 
     def _propose(self, target: MembershipView, now_s: float, *, boundary: bool) -> None:
-        self._open, self._begun, self._stops_before = None, {}, None
+        self._open, self._begun, self._stops_before, self._stands = None, {}, None, False
         if not self._has_quorum(self.nodes.living(), self._bases, now_s):
             return
         assert self._elected is not None
@@ -412,12 +413,15 @@ class Agreement(Candidate):
     def _take_begun(self, sender: int, message: Begun) -> None:
         if self._open is not None and message.ballot == self._open.ballot:
             self._begun[sender] = message
+            self._stands = self._stands or message.stands
 
     def _name_the_boundary(self, proposal: Proposal) -> None:
         """Tell all before which step they stop, once the progress of each member is known."""
-        if not proposal.boundary or self._stops_before is not None:
+        voters = self.committed.voters
+        is_told = self._stands or len(self._begun) >= len(voters) - len(self.nodes.lost)
+        if not proposal.boundary or self._stops_before is not None or not is_told:
             return
-        members = {n for n in self.committed.nodes if self.nodes.lives(n)}
+        members = [node for node in voters if self.nodes.lives(node)]
         self._stops_before = boundary_of(members, self._begun)
         if self._stops_before is not None:
             message = StopBefore(ballot=proposal.ballot, step=self._stops_before)
@@ -425,7 +429,8 @@ class Agreement(Candidate):
             self._on_stop_before(message)
 
     def _commit_when_answered(self, proposal: Proposal, now_s: float) -> None:
-        if not self._answers.keys() >= {*self.nodes.living()}:
+        living = self.nodes.living()
+        if len(self._answers) < len(living) or not self._answers.keys() >= {*living}:
             return
         told = {s: one for answer in self._answers.values() for s, one in answer.answers.items()}
         facts: dict[int, Facts] = {}

@@ -65,19 +65,21 @@ class Proposal:
 class Prepare(WireMessage):
     """A would-be leader asks for the promise to refuse lower ballots.
 
-    `epoch`: that of the newest view that it knows to be committed.
+    `epoch`: that of the newest view that it knows to be committed; `accepted`: the highest ballot
+    of which it has accepted the proposal.
     """
 
     ballot: Ballot
     epoch: int
     lost: tuple[int, ...]
+    accepted: Ballot | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise(WireMessage):
     """The answer to `Prepare`: what this agent knows and has accepted, what its trainers were told.
 
-    `newer`: committed views that the asker does not know; `asked_epoch`: the highest for which its
+    `newer` and `accepted`: what the asker does not know of; `asked_epoch`: the highest for which its
     trainers were asked to stop; `lost`: nodes; `news` is what it had told the leader before.
     """
 

@@ -36,51 +36,61 @@ class Nodes:
         self.empty = dict.fromkeys(vacant(of_slots), NOBODY_CAME) if empty is None else dict(empty)
         self.unused_node = max(unused_node, 1 + max(of_slots))
         self.changes = 0
+        self._changed()
+
+    def _changed(self) -> None:
+        """Note what is asked for again and again, of thousands of nodes."""
+        self._slots: dict[int, list[int]] = {}
+        for slot, node in enumerate(self.of_slots):
+            self._slots.setdefault(node, []).append(slot)
+        self._living = sorted(self._slots.keys() - {NOWHERE} - self.lost.keys())
+        lost = {slot: why for node, why in self.lost.items() for slot in self._slots.get(node, ())}
+        self._without_agent = dict(sorted((self.empty | lost).items()))
+        self.changes += 1
 
     @property
     def leader(self) -> int:
         """The lowest node that lives."""
-        return min(self.living())
+        return self._living[0]
 
     def living(self) -> list[int]:
         """The nodes that have slots and are not lost."""
-        return sorted({*self.of_slots} - {NOWHERE} - self.lost.keys())
+        return list(self._living)
 
     def lives(self, node: int) -> bool:
         """Return whether a node has slots and is not lost."""
-        return node in self.of_slots and node not in self.lost and node != NOWHERE
+        return node in self._slots and node not in self.lost and node != NOWHERE
 
     def slots_of(self, node: int) -> list[int]:
         """The slots of a node."""
-        return [slot for slot, one in enumerate(self.of_slots) if one == node]
+        return list(self._slots.get(node, ()))
 
     @property
     def without_agent(self) -> dict[int, str]:
         """The slots without an agent, with the evidence of its loss."""
-        lost = {s: self.lost[node] for s, node in enumerate(self.of_slots) if node in self.lost}
-        return dict(sorted((self.empty | lost).items()))
+        return self._without_agent
 
     def lose(self, node: int, evidence: str) -> None:
         """The agent of a node is gone."""
         self.lost[node] = evidence
-        self.changes += 1
+        self._changed()
 
     def vacate(self, slot: int, evidence: str) -> None:
         """No node has the slot any more."""
-        self._give(slot, NOWHERE)
         self.empty[slot] = evidence
+        self._give(slot, NOWHERE)
 
     def take(self, slot: int, node: int) -> None:
         """A node has the slot from now on."""
-        self._give(slot, node)
         self.empty.pop(slot, None)
         self.unused_node = max(self.unused_node, 1 + node)
+        self._give(slot, node)
 
     def _give(self, slot: int, node: int) -> None:
         self.of_slots = (*self.of_slots[:slot], node, *self.of_slots[slot + 1 :])
         # A node without slots is nobody's, whatever became of it.
         self.lost = {one: why for one, why in self.lost.items() if one in self.of_slots}
-        self.changes += 1
+        self._changed()
 
     def minority_in(
         self, nodes: Iterable[int], views: Iterable[MembershipView]
@@ -88,7 +98,7 @@ class Nodes:
         """The first view of which these nodes are no majority; None: of all one."""
         heard = {*nodes}
         for view in views:
-            voters = set(view.nodes)
+            voters = view.voters
             if 2 * len(heard & voters) + (min(voters, default=None) in heard) <= len(voters):
                 return view
         return None

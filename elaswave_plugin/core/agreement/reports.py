@@ -192,7 +192,7 @@ class Reports:
     def gone_from(self, view: MembershipView, lost: Iterable[int]) -> set[int]:
         """Return the slots of a view whose trainer or agent is gone."""
         failed = {worker.slot for worker in self.failures if worker in view}
-        return failed | {slot for slot in lost if slot in view.ranks}
+        return failed | {slot for slot in lost if slot in view.by_slot}
 
     def events(
         self, view: MembershipView, lost: Mapping[int, str], now_s: float
@@ -201,7 +201,7 @@ class Reports:
         without = [
             event_of(view, slot, "lost", evidence, now_s)
             for slot, evidence in lost.items()
-            if slot in view.ranks
+            if slot in view.by_slot
         ]
         return [*(report.failure for report in self.failures.values()), *without]
 

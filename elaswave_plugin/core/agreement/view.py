@@ -92,9 +92,17 @@ class MembershipView:
 
     def __contains__(self, worker: WorkerId) -> bool:
         """Return whether a worker is a member; for one question, quicker than `workers`."""
-        if worker.slot not in self.ranks:
-            return False
-        return self.incarnations[self.ranks.index(worker.slot)] == worker.incarnation
+        return self.by_slot.get(worker.slot) == worker.incarnation
+
+    @cached_property
+    def by_slot(self) -> dict[int, int]:
+        """The incarnation in each slot that has a member."""
+        return dict(zip(self.ranks, self.incarnations, strict=True))
+
+    @cached_property
+    def voters(self) -> frozenset[int]:
+        """The nodes of its members, with one vote each."""
+        return frozenset(self.nodes)
 
     @cached_property
     def workers(self) -> frozenset[WorkerId]:

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elaswave_plugin.core.codec import from_json, shortened
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.table import objects_of, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,37 @@ class Payload:
 def pack_payload(
     facts: Mapping[int, Mapping[str, Any]], inventory: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return the text of a `Payload`, of parts that are not read on the way."""
-    return json.dumps({"facts": facts, "inventory": inventory})
+    """Return the text of a `Payload`, of parts that are not read on the way.
+
+    Both are tables: what many workers have alike is in it once.
+    """
+    packed = {
+        "slots": shortened(list(facts)),
+        "facts": table_of(list(facts.values())),
+        "inventory": table_of(inventory),
+    }
+    return json.dumps(packed, separators=(",", ":"))
+
+
+def read_payload(text: str) -> Payload:
+    """Return what was packed; raises ValueError where it is something else."""
+    packed: _Packed = from_json(_Packed, json.loads(text))
+    facts = objects_of(packed.facts)
+    if len(facts) != len(packed.slots):
+        raise ValueError(f"the facts of {len(facts)} workers for {len(packed.slots)} slots")
+    return Payload(
+        facts={s: from_json(WorkerFacts, one) for s, one in zip(packed.slots, facts, strict=True)},
+        inventory=[from_json(SealedShard, one) for one in objects_of(packed.inventory)],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """A payload as it travels."""
+
+    slots: tuple[int, ...]
+    facts: Mapping[str, Any]
+    inventory: Mapping[str, Any]
 
 
 def step_told(record: Mapping[str, Any]) -> int:
