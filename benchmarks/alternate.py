@@ -124,7 +124,7 @@ class _AgentClock:
     def __init__(self) -> None:
         self._clock: int | None = None
 
-    def seconds(self, events: str | None) -> float:
+    def seconds(self, events: Path | None) -> float:
         """Its seconds so far; 0 for the workers that do not tell them."""
         if os.environ["LOCAL_RANK"] != "0" or events is None:
             return 0.0

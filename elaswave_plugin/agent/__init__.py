@@ -1,1 +1,1 @@
-"""One slot of a job: its trainers and its snapshot memory (standard library only)."""
+"""A node's guardian and agent: its trainers and their snapshots (standard library only)."""

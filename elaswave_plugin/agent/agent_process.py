@@ -30,7 +30,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProcess:
-    """How to begin an agent; `listener`: where others come to, on the first node of a launch.
+    """The way to begin an agent; `listener`: where others come to, on the first node of a launch.
 
     `data`: the listening sockets of its server, which its next lives have too; `env`: its own.
     """

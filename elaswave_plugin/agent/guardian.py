@@ -32,7 +32,7 @@ PAGE, RECORD = "elaswave agent page", "elaswave record"
 STANDS_STILL_S = 1.0
 """An agent that has not touched its page for so long, while it could run, is ended."""
 _LOOK_EVERY_S = 0.25
-# So many agents may die within so many seconds; then it is no accident any more.
+# The number of agents that may die within this time; then it is no accident any more.
 _MOST_DEATHS, _WITHIN_S = 5, 20.0
 _GRACE_S = 2.0
 LONGEST_CALL_BYTES = 1 << 18
@@ -54,7 +54,7 @@ class Trainer:
 
     @property
     def facts(self) -> Call:
-        """What an agent is told of it."""
+        """The facts that an agent is told of it."""
         one = {"place": self.place, "slot": self.slot, "incarnation": self.incarnation}
         return {**one, "pid": self.pid, "end": self.end}
 

@@ -1,4 +1,4 @@
-"""The reasons for which a supervisor refuses a request about its worker (standard library only)."""
+"""The reasons for which an agent refuses a request about a worker (standard library only)."""
 
 from __future__ import annotations
 

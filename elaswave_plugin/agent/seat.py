@@ -61,7 +61,7 @@ def page_of_worker(slot: int, incarnation: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Common:
-    """What the seats of an agent share; `agreement` and `coordinator` once it takes part.
+    """The things that seats of an agent share; `agreement` and `coordinator` once it takes part.
 
     `constants`: what the job fixed at its start; `respawn`: how often a slot is started again;
     `exit_code`: set once the job is over here; `ballot`: of the newest proposal.
@@ -156,7 +156,7 @@ class Seat:
 
     @property
     def kept(self) -> Frame:
-        """What an agent's next life has to know of the trainer, and the trainer does not tell."""
+        """The facts that an agent's next life needs, and the trainer does not tell."""
         trainer = self.trainer
         return {
             "place": self.place,
@@ -596,5 +596,5 @@ class Seat:
         return {"t": "migrate", "refused": refused}
 
     def status(self, now_s: float) -> dict[str, Any]:
-        """What is known of the worker, for `elaswave status`."""
+        """The facts that are known of the worker, for `elaswave status`."""
         return self.board.report(self.progress(0.0), now_s=now_s)

@@ -75,7 +75,7 @@ class StatusBoard:
         self._views += [describe_change(view, now_s) for view in path]
 
     def heard(self, message: FromTrainer) -> None:
-        """The trainer says something to its supervisor."""
+        """The trainer says something to its agent."""
         match message:
             case Join():
                 self._phase = "building" if self._incarnation else "joined"
@@ -116,7 +116,7 @@ class StatusBoard:
             self._phase = "exited"
 
     def report(self, progress: Sample | None, *, now_s: float) -> Frame:
-        """What an agent answers of this worker, for `elaswave_plugin.cli.status`."""
+        """The answer of an agent about this worker, for `elaswave_plugin.cli.status`."""
         proposal = self._proposal
         return {
             "slot": self._slot,

@@ -126,7 +126,7 @@ def prove(
 
 
 def secret_at(address: str, secrets: Sequence[Secret], timeout_s: float) -> Secret:
-    """Return which of these secrets the supervisor at "host:port" has; raises OSError."""
+    """Return which of these secrets the agent at "host:port" has; raises OSError."""
     host, _, port = address.rpartition(":")
     first, *others = secrets
     dialling = Dialling(first, Kind.SERVER, ANY_NODE, *others)

@@ -1,4 +1,4 @@
-"""The constants of a job, fixed at its start, as a worker's supervisor keeps them for the next one.
+"""The constants of a job, fixed at its start, as agents keep them for the workers to come.
 
 A worker that builds alone cannot ask the others. The trainer tells the constants piece by piece,
 and they are passed on as JSON.

@@ -1,8 +1,8 @@
 """The progress page: shared memory in which a trainer says where it is (standard library only).
 
-The trainer's main path writes it with plain stores, which cost under a microsecond; its supervisor
-reads it without any help of the trainer, whose interpreter may be wedged. Each trainer gets a page
-of its own, so that a late write of an older one goes nowhere.
+The trainer's main path writes it with plain stores, which cost under a microsecond; its agent reads
+it without any help of the trainer, whose interpreter may be wedged. Each trainer gets a page of its
+own, so that a late write of an older one goes nowhere.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ProgressPage:
         """This process writes its stack to its descriptor ``fd`` when it is asked for."""
         self._words[_STACK_FD] = fd
 
-    # ---- what the supervisor writes -----------------------------------------------------------
+    # ---- what the agent writes ----------------------------------------------------------------
 
     def lend(self, until_s: float) -> None:
         """Let the trainer act for the job until then, by the clock of leases."""
@@ -205,7 +205,7 @@ class ProgressPage:
 
     @property
     def is_told_to_end(self) -> bool:
-        """True if a signal that asks to end comes from the supervisor."""
+        """True if a signal that asks to end comes from the agent."""
         return bool(self._words[_TOLD_TO_END])
 
     @property
@@ -303,7 +303,7 @@ class ProgressPage:
 
 
 def page_fd(environ: Mapping[str, str]) -> int | None:
-    """The descriptor that the supervisor gave; None where this process did not get it."""
+    """The descriptor that the guardian gave; None where this process did not get it."""
     number = environ.get(PROGRESS_FD)
     try:
         is_page = number is not None and PAGE_NAME in os.readlink(f"/proc/self/fd/{number}")

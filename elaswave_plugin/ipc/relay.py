@@ -1,4 +1,4 @@
-"""A connection to a supervisor that cannot be heard from here, by another that hears both.
+"""A connection to an agent that cannot be heard from here, by another that hears both.
 
 Two nodes may lose each other's packets while the rest of the job hears them. What they exchange
 passes through a third one then, which carries bytes and reads none of them: the ends prove the
@@ -40,7 +40,7 @@ def connect_by(
     unheard: set[str] | None = None,
     check: Check | None = None,
 ) -> socket.socket:
-    """Connect to a supervisor at "host:port", or by the first of ``relays`` that reaches it.
+    """Connect to an agent at "host:port", or by the first of ``relays`` that reaches it.
 
     ``unheard``: those of which nothing was heard before, which are tried last; it is added to.
     Raises OSError where none does, and what ``check`` raises.
@@ -82,9 +82,9 @@ def _through(
 
 
 def carry(known: Callable[[], Collection[str]], request: Frame, sock: socket.socket) -> None:
-    """Carry bytes between `sock` and the supervisor that is asked for, until both have ended.
+    """Carry bytes between `sock` and the agent that is asked for, until both have ended.
 
-    ``known()``: the addresses of the job's supervisors; to no others is anything carried.
+    ``known()``: the addresses of the job's agents; to no others is anything carried.
     """
     with sock:
         address = str(request["to"])

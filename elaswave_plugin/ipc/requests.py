@@ -57,7 +57,7 @@ def in_loop(reactor: Reactor, answer: Answer) -> Answer:
 
 
 def request(address: str, frame: Frame, timeout_s: float, secret: Secret) -> Frame:
-    """Return what a supervisor answers at "host:port"; raises OSError with the reason."""
+    """Return what an agent answers at "host:port"; raises OSError with the reason."""
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + timeout_s
     with socket.create_connection((host, int(port)), timeout=timeout_s) as sock:
@@ -66,7 +66,7 @@ def request(address: str, frame: Frame, timeout_s: float, secret: Secret) -> Fra
         try:
             answer = receive_frame(sock, deadline_s - time.monotonic())
         except ValueError as error:
-            raise ConnectionError("another program answers there, not a supervisor") from error
+            raise ConnectionError("another program answers there, not an agent") from error
     if "error" in answer:
         raise ConnectionError(answer["error"])
     return answer

@@ -1,4 +1,4 @@
-"""How a trainer reaches the agent of its node, from what it inherits (standard library only)."""
+"""The way of a trainer to the agent of its node, by what it inherits (standard library only)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AgentContact:
 
     @property
     def dial(self) -> Dial:
-        """What opens the control link."""
+        """The call that opens the control link."""
         return partial(dial_agent, self.address, self.secret, self.slot, self.incarnation)
 
     def say(self, message: WireMessage) -> bool:

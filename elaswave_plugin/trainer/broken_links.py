@@ -25,13 +25,13 @@ class BrokenLinks:
     def report(self, slot: int, why: str, *, silent: bool, epoch: int, step: int) -> None:
         """The link to `slot` broke in this epoch, while `step` steps were completed.
 
-        Mostly the peer is dead: the supervisors know that first, and forget this report.
-        ``silent``: its machine answers nothing, though supervisors may still hear it.
+        Mostly the peer is dead: the agents know that first, and forget this report.
+        ``silent``: its machine answers nothing, though agents may still hear it.
         """
         here = self._member.slot
         evidence = f"the link between workers {here} and {slot} is {why}"
         self._broken[slot, step] += 1
-        with contextlib.suppress(JobStopped):  # the supervisor is gone: the member says so
+        with contextlib.suppress(JobStopped):  # the agent is gone: the member says so
             times = self._broken[slot, step]
             apart = f"{evidence}, {times} times in one step"
             if times >= (SILENT_ATTEMPTS if silent else ATTEMPTS) and here > slot:

@@ -152,7 +152,7 @@ class ControlLink:
                     f" {self._send_within_s:g} s: is it stopped?"
                 ) from error
             except OSError:
-                self._is_down = True  # whoever receives opens it again
+                self._is_down = True  # the thread that receives opens it again
 
     @contextlib.contextmanager
     def receiving_here(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """A worker that was stopped does nothing for the job before the others are sure to count it in.
 
-A worker that stands still for longer than a supervisor may be silent may be given up meanwhile. Its
-page says until when it may act (`core/agreement/lease.py`), and its supervisor lends it more time
-only while the others hear it. A job that is stopped as a whole, as a scheduler may do, so goes on
-as it was.
+A worker that stands still for longer than an agent may be silent may be given up meanwhile. Its
+page says until when it may act (`core/agreement/lease.py`), and its agent lends it more time only
+while the others hear that agent. A job that is stopped as a whole, as a scheduler may do, so goes
+on as it was.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from elaswave_plugin.errors import JobStopped
 from elaswave_plugin.ipc.progress_page import ProgressPage
 
 _LOOK_EVERY_S = 0.01
-# The others have long given up a node whose supervisor is silent for that long.
+# The others have long given up a node whose agent is silent for that long.
 _SILENT_LIMIT_S = 600.0
 
 
 def await_lease(page: ProgressPage, check: Callable[[], None] = lambda: None) -> None:
     """Wait until the trainer of this page may act; ``check()`` raises where it never will.
 
-    Raises JobStopped where its supervisor stays silent, which a stopped or stuck one does for good.
+    Raises JobStopped where its agent stays silent: the guardian is stopped or stuck as well, or it
+    would have begun another agent.
     """
     waited_s = 0.0  # by its own waits: while the job is suspended, none of it passes
     while not page.may_act:
         check()
         if waited_s > _SILENT_LIMIT_S:
             raise JobStopped(
-                f"the supervisor of this worker has been silent for {waited_s:.0f} s, stopped or "
+                f"the agent of this worker has been silent for {waited_s:.0f} s, stopped or "
                 "stuck: the others have gone on without this node; end what is left of it here"
             )
         time.sleep(_LOOK_EVERY_S)  # memory that another process writes has no event

@@ -1,7 +1,7 @@
 """Signals that reach all processes of a job end no trainer that works (standard library only).
 
-A scheduler or systemd may send them to each process of a control group. The supervisor hears them
-too, and has its trainer leave between two steps; a trainer that died of one could not.
+A scheduler or systemd may send them to each process of a control group. The guardian hears them
+too, and its agent has the trainers leave between two steps; one that died of it could not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHARED = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def outlive_shared_signals(page: ProgressPage) -> None:
-    """Have these signals end this process only where its supervisor wants so, by the page.
+    """Have these signals end this process only where its agent wants so, by the page.
 
     This does nothing in other threads than the main one, or for signals that the script handles
     itself, now or later. The signals are not ignored (SIG_IGN): what the trainer starts would

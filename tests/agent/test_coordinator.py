@@ -55,7 +55,7 @@ class NoTrainer:
 
 
 class Address:
-    """Where the agents of a node answer; without one of them, as after a loss of power, nobody."""
+    """The place where a node's agents answer; without one, as after a loss of power, nobody."""
 
     def __init__(self) -> None:
         self.listeners = listen_for_data("127.0.0.1")

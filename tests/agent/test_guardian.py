@@ -58,7 +58,7 @@ class Life:
         )
 
     def trainers(self) -> dict[int, Mapping[str, Any]]:
-        """What the guardian knows of trainers, by slot; their descriptors are closed."""
+        """The facts that the guardian has of trainers, by slot; their descriptors are closed."""
         found = {}
         for facts, fd in self.keeper.trainers():
             found[facts["slot"]] = facts

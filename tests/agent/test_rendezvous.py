@@ -128,7 +128,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting(
 def test_all_are_told_the_slots_of_each_node_and_have_a_link_with_the_first(
     listeners: list[socket.socket],
 ) -> None:
-    """Whatever order they come in; the slots of the reserve are nobody's."""
+    """In any order they may come; the slots of the reserve are nobody's."""
     port = int(listeners[0].getsockname()[1])
     slots = ((0, 1), (2,), (3, 4))
     places = [

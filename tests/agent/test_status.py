@@ -341,7 +341,7 @@ def agreement(*nodes: int) -> Agreement:
 
 
 def answered(part: Agreement, *boards: StatusBoard) -> Record:
-    """What an agent answers, with these boards of its workers."""
+    """The answers of an agent, with these boards of its workers."""
     seats = {
         slot: SimpleNamespace(status=lambda now_s, one=one: one.report(None, now_s=now_s))
         for slot, one in enumerate(boards)

@@ -170,7 +170,7 @@ class Workers:
         os.waitpid(self.pids[slot], os.WUNTRACED)
 
     def kill(self, slot: int) -> None:
-        """SIGKILL a worker and wait until it is gone, as a supervisor would with its pidfd."""
+        """SIGKILL a worker and wait until it is gone, as a guardian would with its pidfd."""
         pid = self.pids.pop(slot)
         descriptor = os.pidfd_open(pid)
         try:

@@ -431,7 +431,7 @@ def test_errors_of_the_backend_pass_as_they_are(detached: StartDetached) -> None
 
 
 def test_an_error_that_a_loss_makes_waits_for_the_doorbell(detached: StartDetached) -> None:
-    """As ncclCommInitRank, whose peer is gone: its socket says so before the supervisors do."""
+    """As ncclCommInitRank, whose peer is gone: its socket says so before the agents do."""
     failed = threading.Event()
 
     def broken(native: RecordedGroup, call: str) -> None:

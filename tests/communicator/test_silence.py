@@ -99,7 +99,7 @@ def test_a_dial_that_nobody_answers_is_told(lost: "SimpleQueue[Any]") -> None:
 def test_a_look_at_the_links_is_no_progress_of_a_wait(
     lost: "SimpleQueue[Any]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor counts from the last word of who is awaited: a hang would never be one."""
+    """The agent counts from the last word of who is awaited: a hang would never be one."""
     monkeypatch.setattr(silence, "LOOK_EVERY_S", 0.02)
     table, other = table_of(lost), LinkTable(1, THERE, secret=SECRET)
     for one in (table, other):

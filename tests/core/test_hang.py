@@ -156,7 +156,7 @@ def test_whoever_does_not_stop_for_a_view_keeps_all_waiting() -> None:
     assert "workers 0, 1, 3 wait for it" in found[2]
 
 
-def test_a_wait_for_a_supervisor_blames_no_trainer() -> None:
+def test_a_wait_for_an_agent_blames_no_trainer() -> None:
     assert verdicts(page(0, 1), page(1, OUTSIDE)) == {}
     assert who_waits(range(2), {0: page(0, 1), 1: page(1, OUTSIDE)}) == {}
 

@@ -7,7 +7,7 @@ from elaswave_plugin.core.agreement.lease import Lease
 LASTS_S, EVERY_S = 3.0, 0.5
 
 
-class Supervisor:
+class Agent:
     """One of some, whose clock is off by its own amount."""
 
     def __init__(self, node: int, off_s: float) -> None:
@@ -29,7 +29,7 @@ def check_one(seed: int, *, faults: bool = True) -> tuple[int, int]:
     """
     dice = random.Random(seed)
     count = dice.choice((3, 4, 5))
-    all_of = [Supervisor(node, dice.uniform(100.0, 900.0)) for node in range(count)]
+    all_of = [Agent(node, dice.uniform(100.0, 900.0)) for node in range(count)]
     wires: list[tuple[float, int, int, int, int, float]] = []
     cut: set[int] = set()
     held, without = 0, 0

@@ -1,4 +1,4 @@
-"""Supervisors are never held up by the lines that they write."""
+"""Agents are never held up by the lines that they write."""
 
 import subprocess
 import sys

@@ -39,7 +39,7 @@ EXAMPLES = (
 )
 PHASES = (
     ("detect", "from the fault to the moment in which the survivors are told of a new view"),
-    ("agree", "each stops its step and answers; the supervisors commit the view"),
+    ("agree", "each stops its step and answers; the agents commit the view"),
     ("edit", "places and layers are planned, and every group is edited in place"),
     ("move", "what to read is planned; weights come from own and others' seals, verified"),
     ("rebind", "sizes, ranks and views in the framework follow; weights are written"),

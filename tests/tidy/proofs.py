@@ -85,7 +85,7 @@ def framework_of(file: str) -> str:
 def _lost(spec: Any) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     """Return what is lost in a case, of which slots, and in which moments."""
     if spec.lost_nodes:
-        return "workers with supervisors and snapshots", spec.lost_nodes, ("backward",)
+        return "nodes with their workers and snapshots", spec.lost_nodes, ("backward",)
     if spec.lost_trainers:
         return "both workers of a TP group", spec.lost_trainers, ("backward",)
     kills = [parse_kill(kill) for kill in spec.kills]

@@ -71,7 +71,7 @@ QUESTION = re.compile(
     r"(?:Who(?:m|se|ever)?|What(?:ever)?|Whether|How|Where|When|Which"
     r"|(?:At|By|For|From|In|Of|On|To|Until) (?:what|when|which|whom|whose))\b"
 )
-# Workers, supervisors and programs have names; "again" and "except" are plainer.
+# Workers, agents and programs have names; "again" and "except" are plainer.
 NOT_PLAIN = re.compile(r"\b(?:[Ww]hom|[Ww]hoever|so many|anew|but for)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:work|root|home|opt|mnt|Users)/\w")
 

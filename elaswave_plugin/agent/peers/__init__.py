@@ -1,1 +1,1 @@
-"""Supervisors among themselves (standard library only)."""
+"""Agents among themselves (standard library only)."""

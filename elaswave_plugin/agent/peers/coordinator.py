@@ -298,7 +298,7 @@ class Coordinator:
         if self._last_sent[0] is not message:
             self._last_sent = message, encode(message)
         channel = self._links.channels.get(to)
-        # Without a link: whoever opens it is told what matters (`Agreement.linked`).
+        # Without a link: the one that opens it is told what matters (`Agreement.linked`).
         if channel is not None:
             channel.send_encoded(self._last_sent[1])
 

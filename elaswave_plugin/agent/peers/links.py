@@ -1,7 +1,7 @@
 """The links between the agents of a job: opened by the higher node, opened again where they break.
 
-Every agent keeps links with the first nodes (`reporter.FIRST_NODES`), of which one leads; whoever
-leads is so linked with all. A link that breaks is no loss yet: the next life of an agent is there
+Every agent keeps links with the first nodes (`reporter.FIRST_NODES`), of which one leads; the
+leader is so linked with all. A link that breaks is no loss yet: the next life of an agent is there
 in a moment, at the same address. Where nobody listens there any more, the node's guardian is dead,
 and its trainers with it.
 """
@@ -30,7 +30,7 @@ AGAIN_S = 0.05
 
 
 class Listener(Protocol):
-    """Whom the links tell what happens to them."""
+    """The one that the links tell what happens to them."""
 
     def on_frame(self, node: int, frame: Frame) -> None:
         """Something was said by the agent of a node."""
@@ -58,7 +58,7 @@ class _Down:
 
 
 class Links:
-    """One agent's; all of it runs in the control thread, but for the dialling."""
+    """One agent's; all of it runs in the control thread, except the dialling."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What outlives an agent: its votes, and what its next life begins with (pure).
+"""The record that outlives an agent: its votes, and what its next life begins with (pure).
 
 An agent sends nothing before its vote is stored, and the next life begins with what is stored: so
 no two lives of a node's agent ever vote against each other. What the trainers are doing is not in
