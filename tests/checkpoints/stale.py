@@ -3,13 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.checkpoints.draft import is_draft
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
-from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, started
+from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, processes_of, started
 
 LIMIT_S = 90.0
 # The worker of slot 0 stops when it has asked the lease, before this call for a name with this
@@ -82,15 +81,18 @@ class Stale:
 
             begun = wait_for("worker_started", slot=0)
             wait_for("stops", there=True)
-            os.kill(begun["supervisor_pid"], signal.SIGSTOP)
+            # Else it would end the agent that stands still, and begin another one.
+            guardian, agent, *_ = processes_of(self._directory, node=0)
+            for pid in (guardian, agent):
+                os.kill(pid, signal.SIGSTOP)
             codes = [launcher.wait(LIMIT_S) for launcher in launchers[1:]]
             assert codes == [0] * (spec.nodes - 1), self._output[-3000:]
             before = published(saves)
             os.kill(begun["pid"], signal.SIGCONT)
             error = wait_for("tried")["error"]
-            os.kill(begun["supervisor_pid"], signal.SIGCONT)
-            pids: Sequence[int] = begun["pid"], begun["supervisor_pid"]
-            assert left_alive(tuple(pids), limit_s=LIMIT_S) == ()
+            for pid in (guardian, agent):
+                os.kill(pid, signal.SIGCONT)
+            assert left_alive((begun["pid"], agent), limit_s=LIMIT_S) == ()
             assert launchers[0].wait(LIMIT_S) != 0
         run = Outcome(
             spec=spec, directory=self._directory, returncode=0, output=self._output, seconds=0

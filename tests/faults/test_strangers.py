@@ -55,7 +55,11 @@ def resources(directory: Path) -> dict[str, tuple[int, int, float]]:
     """Threads, sockets and MiB of each process of the job that lives."""
     found = {}
     for event in read_lines(directory / EVENTS_FILE):
-        if event["kind"] not in ("worker_started", "agent_started"):
+        if event["kind"] == "worker_started":
+            name = f"worker {event['slot']}"
+        elif event["kind"] == "agent_started":
+            name = f"agent of node {event['node']}, life {event['life']}"
+        else:
             continue
         pid = event["pid"]
         try:
@@ -63,7 +67,7 @@ def resources(directory: Path) -> dict[str, tuple[int, int, float]]:
             usage = process.num_threads(), sockets(pid), process.memory_info().rss / 2**20
         except (psutil.Error, OSError):
             continue
-        found[f"process {pid}, {event['kind']}"] = usage
+        found[name] = usage
     return found
 
 

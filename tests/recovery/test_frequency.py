@@ -109,7 +109,7 @@ def test_clocks_are_given_back_however_the_process_ends(log: Path, end: str, cod
         ("the trainer's group", signal.SIGTERM),
         ("every process", signal.SIGTERM),
         pytest.param("every process", signal.SIGINT, marks=pytest.mark.slow),
-        ("the supervisor", signal.SIGKILL),
+        ("the guardian", signal.SIGKILL),
         pytest.param("the launcher", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
@@ -130,8 +130,8 @@ def test_clocks_are_given_back_whoever_of_a_job_is_signalled(
             case "every process":
                 os.kill(guard.pid, number)
                 job.kill(0)  # before it can unlock by itself
-            case "the supervisor":
-                job.kill_supervisor(0)
+            case "the guardian":
+                job.kill_node(0)
             case _:
                 job.launchers[0].send_signal(number)
         job.code()

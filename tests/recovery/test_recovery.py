@@ -1,6 +1,6 @@
 """A recovery in which replicas do not hold the same weights, and the end of its job."""
 
-import socket
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
+from elaswave_plugin.agent.snapshot_server import SnapshotServer, listen_for_data
 from elaswave_plugin.errors import WeightsDifferError
-from elaswave_plugin.ipc.environment import CONTROL_FD, INCARNATION, SLOT
-from elaswave_plugin.ipc.wire import receive_frame
+from elaswave_plugin.ipc.environment import AGENT, INCARNATION, JOB_SECRET_FD, SLOT
+from elaswave_plugin.ipc.frames import SAY, Abandon
+from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.wire import Frame
 from elaswave_plugin.recovery import recover
 from elaswave_plugin.trainer import fatal
+from tests.agent.serving import SlotStore
+from tests.core.over_the_wire import as_json
+from tests.job_secret import SECRET
 
 
 class _Phases:
@@ -67,19 +73,44 @@ def test_weights_that_differ_are_read_anew_and_then_end_the_job(
 
 def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker meets them alike: none of them is a lost worker."""
-    own, supervisor = socket.socketpair()
-    monkeypatch.setenv(CONTROL_FD, str(own.fileno()))
-    monkeypatch.setenv(INCARNATION, "0")
-    monkeypatch.setenv(SLOT, "1")
+    heard = list[Frame]()
 
     @fatal.ends_in_a_sentence
     def fails() -> None:
         raise WeightsDifferError("replicas hold different weights")
 
-    with own, supervisor:
-        # The secret was the first frame, and whoever joined before has read it.
+    with agent(heard) as address, memory_of(SECRET) as secret_fd:
+        # Beside the control link: whoever joined before has that one.
+        for name, value in ((AGENT, address), (JOB_SECRET_FD, secret_fd)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv(INCARNATION, "0")
+        monkeypatch.setenv(SLOT, "1")
         with pytest.raises(SystemExit) as end:
             fails()
-        told = receive_frame(supervisor, 5.0)
-    assert (told["reason"], told["exit_code"]) == ("replicas hold different weights", 1)
+    told = Abandon(reason="replicas hold different weights", exit_code=1)
+    assert heard == [{"t": SAY, "slot": 1, "incarnation": 0, "frame": as_json(told)}]
     assert end.value.code == 1
+
+
+@contextmanager
+def agent(heard: list[Frame]) -> Iterator[str]:
+    """The address of an agent that takes in what its trainer says beside the link."""
+
+    def hear(said: Frame) -> Frame:
+        heard.append(said)
+        return {"t": "heard"}
+
+    store = SlotStore(1)
+    server = SnapshotServer(store, listen_for_data("127.0.0.1"), {SAY: hear}, secret=SECRET)
+    server.start()
+    yield server.address
+    store.close()
+
+
+@contextmanager
+def memory_of(secret: Secret) -> Iterator[int]:
+    """The descriptor by which a trainer inherits the secret."""
+    fd = os.memfd_create("secret")
+    os.pwrite(fd, secret.value, 0)
+    yield fd
+    os.close(fd)

@@ -46,7 +46,7 @@ def test_of_two_nodes_each_holds_the_others_and_a_loss_makes_one_hold_two() -> N
     assert one.in_use == 4 * taken_of(shard(4))
     # The one that is left on its node holds both of the other's copies.
     assert one.at_most == 6 * room(3)
-    # And the memory of the lost one stays with its supervisor.
+    # And the memory of the lost one stays with its guardian.
     assert one.needed((2, 3)) == 6 * room(3) + 4 * room(4)
 
 

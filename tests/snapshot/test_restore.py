@@ -1,4 +1,4 @@
-"""A restore that waits for a supervisor, what ends the wait, and the memory that it takes."""
+"""A restore that waits for an agent, what ends the wait, and the memory that it takes."""
 
 import re
 import socket
@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave_plugin.agent.snapshot_server import SnapshotServer
-from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import MOMENTS, WEIGHTS
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
@@ -24,6 +22,7 @@ from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.errors import EpochChanged, SnapshotGapError
 from elaswave_plugin.snapshot import restore
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
+from tests.agent.serving import SlotStore, serve
 from tests.core.sealed import sealed
 from tests.job_secret import SECRET
 
@@ -62,7 +61,7 @@ def plan_from(rejected: frozenset[SealedShard], inventory: list[SealedShard]) ->
     )
 
 
-def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proposal_ends_the_wait_for_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts and never answers; the collective comparison of the plans is left out."""
     monkeypatch.setattr(restore, "_compare_digests", lambda plan: None)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -84,10 +83,9 @@ def test_a_proposal_ends_the_wait_for_a_supervisor(monkeypatch: pytest.MonkeyPat
 
 @contextmanager
 def served(state: torch.Tensor, step: int) -> Iterator[SealedShard]:
-    """The sealed state of worker 1, at its supervisor."""
-    store = SnapshotStore(1)
-    server = SnapshotServer(store, "127.0.0.1", secret=SECRET)
-    server.start()
+    """The sealed state of worker 1, at its agent."""
+    store = SlotStore(1)
+    address = serve(store)
     capacity = capacity_of(4 * state.numel() + 4)
     pool = SnapshotPool(
         store.fds, slot=1, capacity_bytes=capacity, needed_bytes=0, available_bytes=0
@@ -95,9 +93,8 @@ def served(state: torch.Tensor, step: int) -> Iterator[SealedShard]:
     pool.begin_seal(
         step=step, epoch=1, ranks=[1], units=[0], parts=[state], capsule=b"seed", before_seal=int
     )()
-    (found,) = store.inventory(server.address)
+    (found,) = store.inventory(address)
     yield found
-    server.close()
     store.close()
 
 
@@ -168,9 +165,8 @@ def forget_peak() -> None:
 
 def taken_by_a_read(numel: int) -> int:
     """Memory for the weights and moments of so many elements, from the worker of a lost one."""
-    store = SnapshotStore(1)
-    server = SnapshotServer(store, "127.0.0.1", secret=SECRET)
-    server.start()
+    store = SlotStore(1)
+    address = serve(store)
     state = torch.arange(3 * numel, dtype=torch.float32)
     capacity = capacity_of(12 * numel + 4)
     pool = SnapshotPool(
@@ -185,7 +181,7 @@ def taken_by_a_read(numel: int) -> int:
         ranks=(0,),
         dataflow=deal(num_microbatches=2, launch_slots=(0, 1), live=(0,)),
         shard_groups=[ShardGroup(ranks=(0,), units=(0,), buckets=(numel,))],
-        inventory=store.inventory(server.address),
+        inventory=store.inventory(address),
     )
     access = restore.Access(slot=0, pool=pool, secret=SECRET, timeout_s=LONG_S)
     forget_peak()
@@ -193,7 +189,6 @@ def taken_by_a_read(numel: int) -> int:
     read = [restore.read_parts(plan, parts, access)[0] for parts in (WEIGHTS, MOMENTS)]
     taken = peak_bytes() - before
     assert torch.equal(torch.cat(read).flatten(), state)
-    server.close()
     store.close()
     return taken
 

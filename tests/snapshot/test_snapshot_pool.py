@@ -30,7 +30,7 @@ SMALL_CHUNK_BYTES = 64
 
 @contextmanager
 def opened_pool(capacity_bytes: int = CAPACITY_BYTES) -> Iterator[SnapshotPool]:
-    """A pool over two anonymous buffers, as a supervisor makes them."""
+    """A pool over two anonymous buffers, as a guardian makes them."""
     fds = (os.memfd_create("even"), os.memfd_create("odd"))
     try:
         yield SnapshotPool(
