@@ -20,7 +20,7 @@ from elaswave_plugin.agent.agent_spec import AgentSpec
 from elaswave_plugin.agent.keeper import Keeper, Notice
 from elaswave_plugin.agent.notice_file import watch_notice_file
 from elaswave_plugin.agent.peers.coordinator import Coordinator
-from elaswave_plugin.agent.peers.job_summary import job_summary, sums_up
+from elaswave_plugin.agent.peers.job_summary import Changes, job_summary, sums_up
 from elaswave_plugin.agent.peers.links import LINK
 from elaswave_plugin.agent.peers.rendezvous import (
     EndedEarlyError,
@@ -146,6 +146,7 @@ class Agent:
         self._reception = Reception(common)
         self._standby = Standby(common)
         if stored is not None:
+            self._coordinator.go_on(from_json(Changes, stored["changes"]))
             self._resume_seats(stored)
         for seat in self._seats.values():
             seat.take_part()
@@ -300,6 +301,7 @@ class Agent:
             "record": self._record,
             "constants": self._common.constants,
             "respawn": self._common.respawn,
+            "changes": self._coordinator.changes,
             "seats": {slot: seat.kept for slot, seat in self._seats.items()},
             "envs": [
                 dict(env.items() - first.items())

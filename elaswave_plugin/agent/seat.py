@@ -42,7 +42,7 @@ from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import AGENT, HOST, INCARNATION, SLOT
 from elaswave_plugin.ipc.job_constants import JobConstants
-from elaswave_plugin.ipc.progress_page import PAGE_NAME, ProgressPage, size_page
+from elaswave_plugin.ipc.progress_page import ProgressPage, page_of_worker, size_page
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Frame
 from elaswave_plugin.tracking.async_log import AsyncLog
@@ -52,11 +52,6 @@ GRACE_S = 2.0
 AGAIN_S = 2.0
 LOOK_AGAIN_S = 0.25
 SECRET = "elaswave secret"
-
-
-def page_of_worker(slot: int, incarnation: int) -> str:
-    """The name of the memory of a trainer's progress page."""
-    return f"{PAGE_NAME} of {slot}.{incarnation}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,11 +109,7 @@ class Seat:
     def start(self, incarnation: int) -> None:
         """Start a trainer."""
         common, spec = self._common, self._common.spec
-        page_name = page_of_worker(self.slot, incarnation)
-        page_fd = common.keeper.memory(page_name)
-        size_page(page_fd)
-        self._attach(incarnation, ProgressPage(page_fd))
-        os.close(page_fd)
+        self._attach(incarnation)
         env = {
             **spec.envs[self.place],
             SLOT: str(self.slot),
@@ -132,40 +123,33 @@ class Seat:
             incarnation=incarnation,
             program=spec.program_in(self.place),
             env=env,
-            memory=(SECRET, page_name, *self._memory),
+            memory=(SECRET, page_of_worker(self.slot, incarnation), *self._memory),
         )
 
     def resume(self, incarnation: int, known: Notice | None, pidfd: int, kept: Frame) -> None:
         """Go on with a trainer of an agent's earlier life; `kept`: what is stored of it."""
-        page_fd = self._common.keeper.memory(page_of_worker(self.slot, incarnation))
-        size_page(page_fd)
-        self._attach(incarnation, ProgressPage(page_fd))
-        os.close(page_fd)
+        self._attach(incarnation)
         trainer = self.trainer
-        trainer.finished, trainer.left = kept["finished"], kept["left"]
-        trainer.returns, trainer.saves_last = kept["returns"], kept["saves_last"]
-        trainer.delivered = kept["delivered"]
-        if known is None:
-            trainer.ended(None, "gone with an agent's earlier life", None)
-            return
-        if known["pid"]:
+        trainer.keep(kept)
+        if known is not None and known["pid"]:
             trainer.started(known["pid"], pidfd)
             self.board.started(known["pid"], incarnation)
-        if known["end"] is not None:
+        if trainer.end is not None:
+            # The others may not have heard of it; one that is still there has not died of SIGKILL.
+            trainer.lives, trainer.undead = False, known is not None
+            self.board.exited(trainer.end[0])
+            self._tell_end(*trainer.end)
+            if trainer.starts_again:
+                self._common.reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
+        elif known is None:
+            trainer.ended(None, "gone with an agent's earlier life", None)
+        if known is not None and known["end"] is not None:
             self.on_end(known)
 
     @property
     def kept(self) -> Frame:
-        """The facts that an agent's next life needs, and the trainer does not tell."""
-        trainer = self.trainer
-        return {
-            "place": self.place,
-            "finished": trainer.finished,
-            "left": trainer.left,
-            "returns": trainer.returns,
-            "saves_last": trainer.saves_last,
-            "delivered": trainer.delivered,
-        }
+        """The facts of the seat that an agent's next life needs."""
+        return {"place": self.place, **self.trainer.kept}
 
     def take_part(self) -> None:
         """The agent takes part in the job: snapshots are copied from now on."""
@@ -179,7 +163,11 @@ class Seat:
             events=common.events,
         )
 
-    def _attach(self, incarnation: int, page: ProgressPage) -> None:
+    def _attach(self, incarnation: int) -> None:
+        page_fd = self._common.keeper.memory(page_of_worker(self.slot, incarnation))
+        size_page(page_fd)
+        page = ProgressPage(page_fd)
+        os.close(page_fd)
         if self._deaths is None and self._common.respawn:
             self._deaths = Deaths(limit=self._common.respawn)
         self.trainer = TrainerSession(slot=self.slot, incarnation=incarnation, page=page)
@@ -210,6 +198,7 @@ class Seat:
         """A trainer has ended, and what it has started too."""
         end = notice["end"]
         self.trainer.ended(end["status"], end["why"], end["exit_code"])
+        self._common.on_change()  # the guardian tells of it no more
         self._common.keeper.seen(self.slot, notice["incarnation"])
 
     def called(self, incarnation: int, epoch: int, sock: socket.socket) -> None:
@@ -443,7 +432,7 @@ class Seat:
     # ---- how it ends --------------------------------------------------------------------------
 
     def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
-        common, agreement = self._common, self._common.agreement
+        common = self._common
         evidence = trainer.fence_evidence or status
         self.board.exited(evidence)
         common.events.emit(
@@ -454,13 +443,26 @@ class Seat:
             status=status,
             evidence=evidence,
         )
-        if common.exit_code is not None or self.slot not in agreement.seats:
+        trainer.end = evidence, exit_code
+        if common.exit_code is not None or self.slot not in common.agreement.seats:
             common.on_idle()
             return
+        is_failure = self._tell_end(evidence, exit_code)
+        if is_failure and not trainer.dying:  # before its late exit memory and device are not free
+            (self._give_slot_back if trainer.undead else self._replace)(exit_code)
+        elif trainer.left and trainer.returns and not (trainer.finished or trainer.undead):
+            self._start_again()
+        if self._ring is not None and self.slot in common.agreement.seats:
+            self._answer(None)
+
+    def _tell_end(self, evidence: str, exit_code: int | None) -> bool:
+        """Tell the others how the trainer has ended; returns whether it has failed."""
+        common, agreement, trainer = self._common, self._common.agreement, self.trainer
+        has_joined = trainer.facts is not None or trainer.delivered or trainer.is_replacement
         if trainer.finished:
             # A signal after the work was done takes nothing away from it.
             agreement.trainer_done(self.slot, exit_code or 0)
-        elif exit_code == 0 and trainer.facts is None and not trainer.is_replacement:
+        elif exit_code == 0 and not has_joined:
             self._tell_detached(trainer, trains=False)
             agreement.trainer_done(self.slot, 0)
         elif not trainer.left:
@@ -468,12 +470,8 @@ class Seat:
             evidence = trainer.end_of(evidence, exit_code, sealed=sealed, args=args)
             now_s, raised = time.monotonic(), trainer.raised
             agreement.trainer_failed(self.slot, evidence, exit_code, now_s, raised=raised)
-            if not trainer.dying:  # before its late exit memory and device are not free
-                (self._give_slot_back if trainer.undead else self._replace)(exit_code)
-        elif trainer.returns and not trainer.undead:
-            self._start_again()
-        if self._ring is not None and self.slot in agreement.seats:
-            self._answer(None)
+            return True
+        return False
 
     def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
         """One that did not die, and counts as gone, has ended after all."""
@@ -497,6 +495,7 @@ class Seat:
             say(f"worker {self.slot} is not started again: {verdict.reason}")
             self._give_slot_back(exit_code)
         else:
+            self.trainer.starts_again = True
             self._common.reactor.after(verdict.after_s, self._start_again_when_past)
 
     def _start_again_when_past(self) -> None:

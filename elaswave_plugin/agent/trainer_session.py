@@ -43,6 +43,10 @@ _UNKNOWN_OPTION = (
     "elaswave.add_arguments(parser) before parser.parse_args(); a script of DeepSpeed's takes none,"
     " but a section in its JSON and `elaswave run --dir DIR`"
 )
+_KEPT = (
+    *("incarnation", "finished", "left", "returns", "saves_last", "delivered"),
+    *("end", "starts_again"),
+)
 OnExit = Callable[["TrainerSession", str, int | None], None]
 OnFrame = Callable[["TrainerSession", Frame], None]
 
@@ -54,7 +58,9 @@ class TrainerSession:
     `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
     `undead`: it counts as gone, and its process is still there; `dying`: that one ends for sure,
     once its memory is freed; `raised`: what ended its script;
-    `missing`: what its script lacks to join, where it has not.
+    `missing`: what its script lacks to join, where it has not;
+    `end`: how it ended, evidence and exit code, once that was told;
+    `starts_again`: another one is to be started in its place.
     """
 
     slot: int
@@ -75,6 +81,8 @@ class TrainerSession:
     fence_evidence: str | None = None
     raised: Raised | None = None
     missing: str = _UNKNOWN
+    end: tuple[str, int | None] | None = None
+    starts_again: bool = False
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
     work: WorkWatch = field(default_factory=WorkWatch)
     states: ProcessStates = field(default_factory=ProcessStates)
@@ -84,6 +92,17 @@ class TrainerSession:
     _on_frame: OnFrame = field(init=False)
     _on_exit: OnExit = field(init=False)
     _on_late_exit: OnExit = field(init=False)
+
+    @property
+    def kept(self) -> Frame:
+        """What an agent's next life has to know of it, and it does not tell."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def keep(self, kept: Frame) -> None:
+        """Begin with what an agent's earlier life has kept of it; not with its predecessor's."""
+        if kept["incarnation"] == self.incarnation:
+            for name in _KEPT:
+                setattr(self, name, kept[name])
 
     @property
     def works(self) -> bool:

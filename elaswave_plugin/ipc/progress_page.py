@@ -71,6 +71,11 @@ def create_page() -> int:
     return fd
 
 
+def page_of_worker(slot: int, incarnation: int) -> str:
+    """The name of the memory of a trainer's page."""
+    return f"{PAGE_NAME} of {slot}.{incarnation}"
+
+
 def size_page(fd: int) -> None:
     """Give memory the size of a page."""
     os.ftruncate(fd, _PAGE_BYTES)

@@ -110,6 +110,40 @@ def test_an_agent_that_dies_beside_its_trainer_knows_of_that_loss(tmp_path: Path
 
 
 @proves(Kind.AGENT, Promise.NOBODY_LOST)
+def test_the_next_agent_knows_which_losses_were_told(tmp_path: Path) -> None:
+    with Job(tmp_path, 4).start() as job:
+        job.kill(1)
+        assert ranks_of(job, [0, 2, 3], 2) == [0, 2, 3]
+        job.said("worker 1 (node 0) exited: killed by SIGKILL; the job goes on with 3 workers")
+        job.tell(0, "seal 1")
+        job.one("copied", 0, step=1)  # what it has said is stored once it hears the next frame
+        job.kill_agent(0)
+        job.next_agent(0, 1)
+        job.kill(2)
+        assert ranks_of(job, [0, 3], 3) == [0, 3]
+        for slot in (0, 3):
+            job.tell(slot, "complete 5")
+        assert job.code() == 0
+    assert [event["slot"] for event in job.events("worker_exited")][:2] == [1, 2]
+    assert len(job.events("worker_exited")) == 4
+    assert job.output().count("worker 1 (node 0) exited") == 1
+    assert "the job is done: 5 steps completed, 2 losses survived" in job.output()
+
+
+@proves(Kind.AGENT, Promise.GOES_ON)
+def test_the_next_agent_starts_the_trainer_again_that_was_to_come(tmp_path: Path) -> None:
+    with Job(tmp_path, 3, TINY_RESPAWN="3").start() as job:
+        job.kill(1)
+        assert ranks_of(job, [0, 2], 2) == [0, 2]
+        job.kill_agent(0)  # it waits half a second before it starts the next one
+        job.next_agent(0, 1)
+        assert not [e for e in job.events("worker_started") if e["incarnation"]]
+        assert job.one("started", 1)["pid"] != job.pids[1]
+        assert job.finish([0, 2]) == 0
+    assert len(job.events("worker_started")) == 4
+
+
+@proves(Kind.AGENT, Promise.NOBODY_LOST)
 def test_an_agent_that_dies_while_a_view_is_agreed_on_finishes_that(tmp_path: Path) -> None:
     with Job(tmp_path, 4).start(nodes=2) as job:
         job.tell(2, "deaf")

@@ -131,6 +131,9 @@ class Trainer:
             case "finish":
                 self.member.finish()
                 sys.exit(int(words[0]) if words else 0)
+            case "complete":
+                self.member.finish(int(words[0]))
+                sys.exit(0)
             case "exit":
                 sys.exit(int(words[0]))
             case "raise":

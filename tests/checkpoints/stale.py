@@ -79,20 +79,19 @@ class Stale:
                     assert time.monotonic() < deadline_s, self._output[-3000:]
                     time.sleep(0.02)  # the file is all that a running job shows
 
-            begun = wait_for("worker_started", slot=0)
             wait_for("stops", there=True)
-            # Else it would end the agent that stands still, and begin another one.
-            guardian, agent, *_ = processes_of(self._directory, node=0)
+            # The guardian first: it would end an agent that stands still.
+            guardian, agent, worker = processes_of(self._directory, node=0)
             for pid in (guardian, agent):
                 os.kill(pid, signal.SIGSTOP)
             codes = [launcher.wait(LIMIT_S) for launcher in launchers[1:]]
             assert codes == [0] * (spec.nodes - 1), self._output[-3000:]
             before = published(saves)
-            os.kill(begun["pid"], signal.SIGCONT)
+            os.kill(worker, signal.SIGCONT)
             error = wait_for("tried")["error"]
             for pid in (guardian, agent):
                 os.kill(pid, signal.SIGCONT)
-            assert left_alive((begun["pid"], agent), limit_s=LIMIT_S) == ()
+            assert left_alive((worker, agent), limit_s=LIMIT_S) == ()
             assert launchers[0].wait(LIMIT_S) != 0
         run = Outcome(
             spec=spec, directory=self._directory, returncode=0, output=self._output, seconds=0

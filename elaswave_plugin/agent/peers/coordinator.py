@@ -132,6 +132,10 @@ class Coordinator:
         self._beat_due_s = time.monotonic()
         self._alarm_s: float | None = None
 
+    def go_on(self, changes: Changes) -> None:
+        """Say what comes after these changes, which an earlier life has said."""
+        self.changes, self._said_epoch = changes, changes.view.epoch
+
     def start(self, links: Iterable[tuple[Peer, socket.socket]] = ()) -> None:
         """Begin, with connections that are there already."""
         for peer, sock in links:
@@ -149,9 +153,9 @@ class Coordinator:
             for effect in effects:
                 self._carry_out(effect)
             self._lose_who_is_needed()
+        self._say_views()
         self.store_votes()
         self._keep_links()
-        self._say_views()
         if self.agreement.started and not self._told_start:
             self._say_address()
             self._told_start = True
@@ -228,7 +232,7 @@ class Coordinator:
 
     def store_votes(self) -> None:
         """Keep what the next life begins with, where that has changed."""
-        known = self.agreement.to_store
+        known = self._said_epoch, *self.agreement.to_store
         if known != self._stored:
             self._stored = known
             self._store(self.agreement.record())

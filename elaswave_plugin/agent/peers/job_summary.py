@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaswave_plugin.core.agreement.view import MembershipView, departed
@@ -19,25 +20,26 @@ def sums_up(node: int, view: MembershipView, lost: Collection[int]) -> bool:
     return next((one for one in view.nodes if one not in lost), None) == node
 
 
+@dataclass(slots=True)
 class Changes:
-    """The counts of workers that were lost, left as told to and came, view by view."""
+    """The counts of workers that were lost, left as told to and came, up to ``view``."""
 
-    def __init__(self, view: MembershipView) -> None:
-        """``view``: the one from which on it counts."""
-        self._view = view
-        self._lost = self._left = self._came = 0
+    view: MembershipView
+    lost: int = 0
+    left: int = 0
+    came: int = 0
 
     def follow(self, view: MembershipView) -> None:
         """Count what has changed since the view before."""
-        gone = self._view.workers - view.workers
+        gone = self.view.workers - view.workers
         told = sum(departed(view.reason, worker.slot) for worker in gone)
-        self._left += told
-        self._lost += len(gone) - told
-        self._came += len(view.workers - self._view.workers)
-        self._view = view
+        self.left += told
+        self.lost += len(gone) - told
+        self.came += len(view.workers - self.view.workers)
+        self.view = view
 
     def __str__(self) -> str:
-        lost, left, came = self._lost, self._left, self._came
+        lost, left, came = self.lost, self.left, self.came
         text = f"{lost} loss{'' if lost == 1 else 'es'} survived" if lost else "no worker lost"
         text += f", {left} departure{'' if left == 1 else 's'}" if left else ""
         return text + (f", {came} arrival{'' if came == 1 else 's'}" if came else "")
