@@ -25,9 +25,9 @@ def describe(message: Message) -> str:
     """Write a message as one line."""
     match message:
         case Prepare():
-            return f"prepare {message.ballot} lost={list(message.lost)}"
+            return f"prepare {message.ballot}, has {message.accepted} lost={list(message.lost)}"
         case Promise():
-            accepted = message.accepted.ballot if message.accepted else None
+            accepted = message.accepted.ballot if message.accepted else "no other"
             newer = f", knows {[view.epoch for view in message.newer]}" if message.newer else ""
             applied = message.applied_epoch
             return f"promise {message.ballot}, applied {applied}, has {accepted}{newer}"

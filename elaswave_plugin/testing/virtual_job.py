@@ -33,6 +33,7 @@ from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
+from elaswave_plugin.core.layout.worker_facts import unpack_payload
 from elaswave_plugin.testing.described import describe, describe_note
 
 NEW_LINK = "new link"
@@ -200,8 +201,7 @@ class VirtualJob:
         behind = not path or path[-1].epoch < view.epoch
         if slot in self.trainers and behind and agreement.worker(slot) in view:
             assert agreement.last is not None
-            payload = json.loads(agreement.last.payload)
-            facts = {int(one): fact for one, fact in payload["facts"].items()}
+            facts, _ = unpack_payload(agreement.last.payload)
             missed = [one for one in agreement.history if path and one.epoch > path[-1].epoch]
             self.enter(slot, agreement, view, missed, facts)
 
@@ -313,9 +313,8 @@ class VirtualJob:
         """Tell the trainers of a node of a view."""
         view = effect.committed.proposal.view
         skipped = [skipped.epoch for skipped in effect.skipped]
-        payload = json.loads(effect.committed.payload)
-        facts = {int(slot): one for slot, one in payload["facts"].items()}
-        holders = [record["owner"] for record in payload["inventory"]]
+        facts, inventory = unpack_payload(effect.committed.payload)
+        holders = [record["owner"] for record in inventory]
         self.say(
             f"{node}: commit view {view.epoch} ranks {list(view.ranks)} "
             f"facts of {sorted(facts)} inventory of {holders}"

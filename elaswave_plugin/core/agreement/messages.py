@@ -79,7 +79,7 @@ class Prepare(WireMessage):
 class Promise(WireMessage):
     """The answer to `Prepare`: what this agent knows and has accepted, what its trainers were told.
 
-    `newer` and `accepted`: what the asker does not know of; `asked_epoch`: the highest for which its
+    `newer`, `accepted`: what the asker does not know of; `asked_epoch`: the highest for which its
     trainers were asked to stop; `lost`: nodes; `news` is what it had told the leader before.
     """
 

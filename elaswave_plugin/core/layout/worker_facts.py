@@ -101,15 +101,21 @@ def pack_payload(
     return json.dumps(packed, separators=(",", ":"))
 
 
-def read_payload(text: str) -> Payload:
-    """Return what was packed; raises ValueError where it is something else."""
+def unpack_payload(text: str) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the parts that were packed, as JSON; raises ValueError for anything else."""
     packed: _Packed = from_json(_Packed, json.loads(text))
     facts = objects_of(packed.facts)
     if len(facts) != len(packed.slots):
         raise ValueError(f"the facts of {len(facts)} workers for {len(packed.slots)} slots")
+    return dict(zip(packed.slots, facts, strict=True)), objects_of(packed.inventory)
+
+
+def read_payload(text: str) -> Payload:
+    """Return what was packed; raises ValueError where it is something else."""
+    facts, inventory = unpack_payload(text)
     return Payload(
-        facts={s: from_json(WorkerFacts, one) for s, one in zip(packed.slots, facts, strict=True)},
-        inventory=[from_json(SealedShard, one) for one in objects_of(packed.inventory)],
+        facts={slot: from_json(WorkerFacts, one) for slot, one in facts.items()},
+        inventory=[from_json(SealedShard, one) for one in inventory],
     )
 
 
