@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.keeper import Keeper, Notice
 from elaswave_plugin.agent.notice_file import watch_notice_file
 from elaswave_plugin.agent.peers.coordinator import Coordinator
@@ -29,7 +30,7 @@ from elaswave_plugin.agent.peers.rendezvous import (
     join_meeting,
 )
 from elaswave_plugin.agent.reception import Reception
-from elaswave_plugin.agent.seat import SECRET, Common, Seat
+from elaswave_plugin.agent.seat import SECRET, Seat
 from elaswave_plugin.agent.snapshot_server import SnapshotServer
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.agent.standby import Standby

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.peers.same_program import describe_program
-from elaswave_plugin.agent.seat import Common
 from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.layout.reserve import vacant
 from elaswave_plugin.ipc.environment import RESERVE

@@ -9,23 +9,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import elaswave_plugin.ipc.frames as said
-from elaswave_plugin.agent.agent_spec import AgentSpec
-from elaswave_plugin.agent.keeper import Keeper, Notice
-from elaswave_plugin.agent.peers.coordinator import Coordinator
+from elaswave_plugin.agent.common import Common
+from elaswave_plugin.agent.keeper import Notice
 from elaswave_plugin.agent.refused_requests import why_it_stays, why_layers_stay
 from elaswave_plugin.agent.snapshot_copies import Copies
-from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.agent.status_board import StatusBoard
 from elaswave_plugin.agent.trainer_session import TrainerSession
 from elaswave_plugin.core.agreement.effects import Ring
 from elaswave_plugin.core.agreement.hang import Sample
-from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.messages import (
     Ballot,
     Committed,
@@ -41,50 +36,14 @@ from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_wir
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import AGENT, HOST, INCARNATION, SLOT
-from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import ProgressPage, page_of_worker, size_page
-from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Frame
-from elaswave_plugin.tracking.async_log import AsyncLog
 
 GRACE_S = 2.0
 # Who signals all processes of a node is heard twice: the launcher says so as well.
 AGAIN_S = 2.0
 LOOK_AGAIN_S = 0.25
 SECRET = "elaswave secret"
-
-
-@dataclass(slots=True, kw_only=True)
-class Common:
-    """The things that seats of an agent share; `agreement` and `coordinator` once it takes part.
-
-    `constants`: what the job fixed at its start; `respawn`: how often a slot is started again;
-    `exit_code`: set once the job is over here; `ballot`: of the newest proposal.
-    """
-
-    spec: AgentSpec
-    reactor: Reactor
-    keeper: Keeper
-    store: SnapshotStore
-    events: AsyncLog
-    address: str
-    on_change: Callable[[], None] = lambda: None
-    on_idle: Callable[[], None] = lambda: None
-    constants: JobConstants = field(default_factory=lambda: JobConstants(started_s=time.time()))
-    respawn: int = 0
-    exit_code: int | None = None
-    completed: int = 0
-    coordinator: Coordinator = field(init=False)
-
-    @property
-    def agreement(self) -> Agreement:
-        """The agent's part in the agreement."""
-        return self.coordinator.agreement
-
-    @property
-    def node(self) -> int:
-        """The agent's node."""
-        return self.spec.rendezvous.node
 
 
 class Seat:
@@ -131,6 +90,8 @@ class Seat:
         self._attach(incarnation)
         trainer = self.trainer
         trainer.keep(kept)
+        if self._deaths is not None:
+            self._deaths.steps = kept["deaths"]
         if known is not None and known["pid"]:
             trainer.started(known["pid"], pidfd)
             self.board.started(known["pid"], incarnation)
@@ -149,7 +110,8 @@ class Seat:
     @property
     def kept(self) -> Frame:
         """The facts of the seat that an agent's next life needs."""
-        return {"place": self.place, **self.trainer.kept}
+        deaths = [] if self._deaths is None else self._deaths.steps
+        return {"place": self.place, "deaths": deaths, **self.trainer.kept}
 
     def take_part(self) -> None:
         """The agent takes part in the job: snapshots are copied from now on."""

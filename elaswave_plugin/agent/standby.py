@@ -9,7 +9,7 @@ import contextlib
 import threading
 from functools import partial
 
-from elaswave_plugin.agent.seat import Common
+from elaswave_plugin.agent.common import Common
 from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.layout.reserve import NOBODY_CAME
 from elaswave_plugin.ipc.requests import request

@@ -13,7 +13,7 @@ from functools import partial
 from elaswave_plugin.agent.process_states import ProcessorWaits, ProcessStates
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.messages import Facts, Raised
-from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.core.codec import WireMessage, from_json
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.dying import dying_by, resident_bytes
@@ -45,7 +45,7 @@ _UNKNOWN_OPTION = (
 )
 _KEPT = (
     *("incarnation", "finished", "left", "returns", "saves_last", "delivered"),
-    *("end", "starts_again"),
+    *("end", "starts_again", "raised"),
 )
 OnExit = Callable[["TrainerSession", str, int | None], None]
 OnFrame = Callable[["TrainerSession", Frame], None]
@@ -103,6 +103,7 @@ class TrainerSession:
         if kept["incarnation"] == self.incarnation:
             for name in _KEPT:
                 setattr(self, name, kept[name])
+            self.raised = kept["raised"] and from_json(Raised, kept["raised"])
 
     @property
     def works(self) -> bool:

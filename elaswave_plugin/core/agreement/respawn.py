@@ -13,7 +13,7 @@ give up: 3 trainers died at step 9, which is a bug of the program or a broken de
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # The survivors' recovery goes first: building a trainer takes processor time.
@@ -43,23 +43,21 @@ class GiveUp:
 
 
 class Deaths:
-    """The deaths on one slot; ``limit``: the most times that it is started again."""
+    """The deaths on one slot, by their ``steps``; ``limit``: the most times it is started again."""
 
-    def __init__(self, *, limit: int) -> None:
+    def __init__(self, *, limit: int, steps: Iterable[int] = ()) -> None:
         self.limit = limit
-        self._count = 0
-        self._at_step: Counter[int] = Counter()
+        self.steps = list(steps)
 
     def after_death(self, *, step: int) -> StartAgain | GiveUp:
         """Decide what follows the death of a trainer in ``step``."""
-        self._at_step[step] += 1
-        if self._count == self.limit:
+        before = len(self.steps)
+        self.steps.append(step)
+        if before == self.limit:
             return GiveUp(reason=f"it was started again {self.limit} times, the limit of respawn")
-        if self._at_step[step] == _SAME_STEP:
+        if self.steps.count(step) == _SAME_STEP:
             return GiveUp(
                 reason=f"{_SAME_STEP} trainers died at step {step}, which is a bug of the program "
                 "or a broken device"
             )
-        self._count += 1
-        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (self._count - 1))
-        return StartAgain(after_s=delay_s)
+        return StartAgain(after_s=min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**before))
