@@ -1,4 +1,4 @@
-"""What the agreement costs its leader at thousands of workers: bytes and processor time.
+"""The cost of the agreement for its leader, at thousands of workers: bytes, processor time.
 
 All agents of a job in one process, with the real state machines, codec and frames, and without
 sockets: a message is encoded once, as it is to many, and read once. Trainers answer at once, with
@@ -23,10 +23,11 @@ from elaswave_plugin.core.agreement.effects import Deliver, Ring, Send
 from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.messages import Welcome
+from elaswave_plugin.core.agreement.payload import read_payload
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.core.codec import from_json, to_json, to_wire
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts, read_payload
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.ipc.frames import FromPeer
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.secret import Secret
@@ -250,7 +251,7 @@ class Job:
 
 
 def beat_of(job: Job) -> dict[str, Any]:
-    """What a beat costs the leader, with real coordinator and frames."""
+    """Measure a beat of the leader, with real coordinator and frames."""
     sent: list[int] = []
     channel = mock.Mock(closed=False)
     channel.send = lambda beat: sent.append(len(encode(beat)))
@@ -268,7 +269,7 @@ def beat_of(job: Job) -> dict[str, Any]:
     )
     others = [node for node in job.agents if node != agent.node]
     coordinator._links.channels.update(dict.fromkeys(others, channel))
-    coordinator._beat()  # the first one learns whom to watch
+    coordinator._beat()  # the first one learns which ones to watch
     sent.clear()
     began_s, times = time.process_time(), 5
     for _ in range(times):
@@ -310,7 +311,7 @@ def measure(nodes: int, width: int) -> dict[str, Any]:
 
 
 def main(nodes: str = "312,625,1250", per_node: int = 8, json_file: JsonFile = None) -> int:
-    """Measure jobs of so many nodes, in turn."""
+    """Measure jobs of these numbers of nodes, in turn."""
     result = {
         **circumstances("benchmarks.agreement_size"),
         "simulated": "all agents in one process, without sockets and in no time; facts made up",

@@ -95,7 +95,7 @@ class TrainerSession:
 
     @property
     def kept(self) -> Frame:
-        """What an agent's next life has to know of it, and it does not tell."""
+        """The facts of it that an agent's next life needs, and it does not tell."""
         return {name: getattr(self, name) for name in _KEPT}
 
     def keep(self, kept: Frame) -> None:

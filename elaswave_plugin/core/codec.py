@@ -31,7 +31,7 @@ from elaswave_plugin.core.runs import numbers_of, runs_text
 
 # The key of a message's kind.
 KIND = "t"
-# From so many numbers on a list is written by its runs.
+# A list of this many numbers or more is written by its runs.
 _LONG = 16
 Reader = Callable[[Any], Any]
 

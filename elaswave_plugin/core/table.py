@@ -47,7 +47,7 @@ def objects_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Absent:
-    """What an object has that lacks a field."""
+    """Stands for the value of a field that an object lacks."""
 
 
 def _column(values: list[Any]) -> list[list[Any]]:

@@ -28,12 +28,12 @@ from elaswave_plugin.core.agreement.messages import (
     Stop,
     Welcome,
 )
+from elaswave_plugin.core.agreement.payload import unpack_payload
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
-from elaswave_plugin.core.layout.worker_facts import unpack_payload
 from elaswave_plugin.testing.described import describe, describe_note
 
 NEW_LINK = "new link"

@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 import elaswave_plugin.ipc.frames as said
 from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.agreement.messages import Severed, Stop
+from elaswave_plugin.core.agreement.payload import read_payload
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts, read_payload
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.ipc.environment import (
     AGENT,

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from elaswave_plugin.core.agreement.payload import pack_payload
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView, first_view, next_view
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts, pack_payload
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import (
     AgreementError,
     ConfigurationError,

@@ -58,12 +58,12 @@ from elaswave_plugin.core.agreement.messages import (
     Welcome,
 )
 from elaswave_plugin.core.agreement.next_view import boundary_of, find_next_view
+from elaswave_plugin.core.agreement.payload import pack_payload
 from elaswave_plugin.core.agreement.quorum import Nodes
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.reporter import Seat
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView, WorkerId
-from elaswave_plugin.core.layout.worker_facts import pack_payload
 from elaswave_plugin.errors import EXIT_LEFT_OUT
 
 
