@@ -157,7 +157,7 @@ class Job:
             live=(self.step, 1),
             placed_epoch=1,
             placement={"cuts": list(range(0, 4 * STAGES + 1, 4))},
-            times={name: [float(f"{one:.4g}") for one in some] for name, some in times.items()},
+            times={name: [float(f"{one:.5g}") for one in some] for name, some in times.items()},
         )
 
     def inventory(self, node: int) -> list[dict[str, Any]]:

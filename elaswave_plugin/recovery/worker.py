@@ -185,7 +185,7 @@ class Worker:
             self._facts(),
             placed_epoch=self.view.epoch,
             placement=self.placement.state(),
-            times=self.stopwatch.times.medians(),
+            times=self.stopwatch.times.told(),
             slow=self.slow_workers.reports(),
             slow_views=self.slow_workers.views,
             seal_interval=self.state.wanted_interval,

@@ -12,10 +12,12 @@ from elaswave_plugin.core.planner.layer_times import (
     FOLLOWED,
     FORWARD,
     FRONT,
+    HELD,
     INPUTS,
     LAYER,
     LINK,
     OPERATION,
+    PARTS,
     TAIL,
     WEIGHTS,
     LayerTimes,
@@ -25,6 +27,7 @@ from elaswave_plugin.core.planner.layer_times import (
 from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.step.simulate import LinkTime
 
+HELD_BYTES = [123456789.0 if part == LAYER else 0.0 for part in PARTS]
 LAYOUT = launch_layout(tp=1, pp=2, dp=2, num_layers=12)
 
 
@@ -152,6 +155,13 @@ def test_split_backwards_tell_the_share_of_weight_gradients() -> None:
     assert (layer.backward_s, layer.weights_s) == (pytest.approx(0.77), pytest.approx(0.33))
     behind = LayerTimes(tail=(1.0, 2.0)).costs(num_layers=1).units[-1]
     assert (behind.backward_s, behind.weights_s) == (2.0, 0.0)
+
+
+def test_others_are_told_few_digits_of_times_and_all_of_bytes() -> None:
+    times = PassTimes(wanted_steps=3)
+    times.link_rate, times.sample_bytes = (0.00123456789, 1.23456789e-9), 1_000_000
+    times.note_held(LAYER, 123456789.0)
+    assert times.told() == {LINK: [0.0012346, 0.0012346], BYTE: [1.2346e-9], HELD: HELD_BYTES}
 
 
 def test_only_the_last_steps_count() -> None:

@@ -39,6 +39,8 @@ STEPS_FOR_COSTS = 5
 STEPS_REMEMBERED = 15
 DIGITS = 2
 """Significant digits: noise below them must not change a plan."""
+# Of a median among thousands of workers; a plan keeps DIGITS of it.
+_DIGITS_TOLD = 5
 
 Passes = tuple[float, float]
 PARTS = (FRONT, LAYER, TAIL)
@@ -224,6 +226,13 @@ class PassTimes:
             if all(len(steps) >= self._wanted for steps in passes):
                 found[part] = [median(steps) for steps in passes]
         return {**found, **self._apart(found)}
+
+    def told(self) -> dict[str, list[float]]:
+        """Return `medians` as all others are told: times in a few digits, which travel short."""
+        return {
+            part: list(each) if part == HELD else [float(f"{one:.{_DIGITS_TOLD}g}") for one in each]
+            for part, each in self.medians().items()
+        }
 
     def _apart(self, found: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         """Return the medians of split backwards; the sum stands for a whole one never seen."""
