@@ -23,7 +23,7 @@ MOST_ADDRESSES = 3
 COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("slot", "right"),
     ("node", "right"),
-    ("pids", "right"),
+    ("pid", "right"),
     ("phase", "left"),
     ("step", "right"),
     ("waits for", "left"),
@@ -31,7 +31,8 @@ COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("held by", "left"),
     ("MiB", "right"),
 )
-_FOLDED = ("pids", "phase", "held by")
+_FOLDED = ("phase", "held by")
+NODE_COLUMNS = ("node", "agent", "lives", "slots", "")
 
 
 def watch(contacts: Contacts, timeout_s: float, console: Console) -> None:
@@ -59,7 +60,8 @@ def draw_status(status: Record) -> RenderableType:
     if status["layout"] is not None:
         layout = ParallelLayout.from_json(status["layout"])
         parts += [Text(f"layout: {line}") for line in layout_lines(layout)]
-    return Group(*parts, draw_workers(status["workers"]), _views(status["views"]))
+    workers, nodes = draw_workers(status["workers"]), draw_nodes(status["nodes"])
+    return Group(*parts, workers, nodes, _views(status["views"]))
 
 
 def _headline(status: Record) -> Text:
@@ -102,7 +104,7 @@ def draw_workers(workers: list[Record]) -> Group:
     """A row each, and below the table what speaks against some of them."""
     # Narrow enough for 80 columns.
     table = Table(
-        title="workers (pids: the worker's, its agent's)",
+        title="workers",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -118,7 +120,7 @@ def draw_workers(workers: list[Record]) -> Group:
         table.add_row(
             _name(worker),
             str(worker["node"]),
-            f"{worker['trainer_pid'] or '-'} {worker['agent_pid'] or '-'}",
+            str(worker["trainer_pid"] or "-"),
             escape(worker["phase"]),
             "-" if worker["step"] is None else str(worker["step"]),
             _wait(worker),
@@ -131,6 +133,45 @@ def draw_workers(workers: list[Record]) -> Group:
         if worker["suspicion"]
     ]
     return Group(table, *evidence)
+
+
+def draw_nodes(nodes: list[Record]) -> Table:
+    """A row for each node's agent: its process, how many there have been, the slots it has."""
+    table = Table(
+        title="nodes (agent: its process; lives: the agents so far)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in NODE_COLUMNS:
+        table.add_column(name, justify="left" if name in ("slots", "") else "right")
+    for node in nodes:
+        is_heard = node["silent"] is None
+        table.add_row(
+            str(node["node"]),
+            str(node["pid"] or "-"),
+            str(node["life"] + 1) if is_heard else "-",
+            numbers_in_short(node["slots"]),
+            "leads" if node["leads"] and is_heard else escape(node["silent"] or ""),
+            style=None if is_heard else "red",
+        )
+    return table
+
+
+def numbers_in_short(numbers: list[int]) -> str:
+    """Ranges, as "0-7, 9".
+
+    >>> numbers_in_short([0, 1, 2, 9])
+    '0-2, 9'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, one)) for one in ranges)
 
 
 def _count(ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ from elaswave_plugin.agent.peers.unheard import Silence
 from elaswave_plugin.agent.status_board import StatusBoard
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.cli.status import ask_job, find_job, merge
-from elaswave_plugin.cli.status_screen import draw_status, draw_workers
+from elaswave_plugin.cli.status_screen import draw_nodes, draw_status, draw_workers
 from elaswave_plugin.core.agreement.effects import Ring
 from elaswave_plugin.core.agreement.hang import OUTSIDE, Sample
 from elaswave_plugin.core.agreement.leader import Agreement
@@ -68,8 +68,18 @@ def test_all_columns_fit_a_terminal_of_80(tmp_path: Path) -> None:
     screen = io.StringIO()
     Console(width=80, file=screen).print(draw_workers([worker]))
     text = screen.getvalue()
-    wanted = ("12.1", "1234567", "1234500", "between", "1234", "2, 10.5 s", "1233 (view 3)")
+    wanted = ("12.1", "1234567", "between", "1234", "2, 10.5 s", "1233 (view 3)")
     assert all(word in text for word in (*wanted, "(1232)", "117.74")), text
+
+
+def test_each_node_is_a_row_with_its_agent_and_how_many_it_had() -> None:
+    leads = {"node": 0, "pid": 71, "life": 2, "slots": [0, 1, 2, 9], "leads": True, "silent": None}
+    silent = {"node": 3, "pid": None, "life": None, "slots": [3], "leads": False}
+    screen = io.StringIO()
+    Console(width=80, file=screen).print(draw_nodes([leads, {**silent, "silent": "timed out"}]))
+    *_, first, second = [line.split() for line in screen.getvalue().splitlines() if line.strip()]
+    assert first == ["0", "71", "3", "0-2,", "9", "leads"]
+    assert second == ["3", "-", "-", "3", "timed", "out"]
 
 
 # ---- a running job ------------------------------------------------------------------------------
