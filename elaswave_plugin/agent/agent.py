@@ -244,14 +244,19 @@ class Agent:
             for what, is_known in (("started", one["pid"]), ("ended", one["end"]))
             if is_known
         }
+        trainers: dict[int, Notice | None] = {}
         for slot, kept in ((int(slot), kept) for slot, kept in stored["seats"].items()):
             if slot not in self._agreement.seats:
                 continue
             self._standby.taken(kept["place"])
             self._seats[slot] = seat = Seat(self._common, slot, kept["place"])
             incarnation = self._agreement.seats[slot].incarnation
-            trainer, pidfd = known.pop((slot, incarnation), (None, -1))
-            seat.resume(incarnation, trainer, pidfd, kept)
+            trainers[slot], pidfd = known.pop((slot, incarnation), (None, -1))
+            seat.resume(incarnation, trainers[slot], pidfd, kept)
+        # Only now: to store some of the seats would be to forget the others.
+        self._store(from_json(Record, stored["record"]))
+        for slot, trainer in trainers.items():
+            self._seats[slot].go_on(trainer)
 
     # ---- what the guardian tells --------------------------------------------------------------
 

@@ -86,15 +86,18 @@ class Seat:
         )
 
     def resume(self, incarnation: int, known: Notice | None, pidfd: int, kept: Frame) -> None:
-        """Go on with a trainer of an agent's earlier life; `kept`: what is stored of it."""
+        """Begin with a trainer of an agent's earlier life; `kept`: what is stored of it."""
         self._attach(incarnation)
-        trainer = self.trainer
-        trainer.keep(kept)
+        self.trainer.keep(kept)
         if self._deaths is not None:
             self._deaths.steps = kept["deaths"]
         if known is not None and known["pid"]:
-            trainer.started(known["pid"], pidfd)
+            self.trainer.started(known["pid"], pidfd)
             self.board.started(known["pid"], incarnation)
+
+    def go_on(self, known: Notice | None) -> None:
+        """Act on the end of a resumed trainer, where it has ended; what comes of it is stored."""
+        trainer = self.trainer
         if trainer.end is not None:
             # The others may not have heard of it; one that is still there has not died of SIGKILL.
             trainer.lives, trainer.undead = False, known is not None

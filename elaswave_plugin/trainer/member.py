@@ -14,7 +14,7 @@ from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.agreement.messages import Severed, Stop
 from elaswave_plugin.core.agreement.payload import read_payload
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
-from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
+from elaswave_plugin.core.codec import UnreadableMessageError, WireMessage, from_json, to_json
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
@@ -69,15 +69,20 @@ class Member:
         incarnation: int,
         snapshot_fds: tuple[int, int],
         secret: Secret,
+        say: Callable[[WireMessage], bool] = lambda message: False,
         host: str = LOOPBACK,
         progress_fd: int | None = None,
     ) -> None:
-        """`dial(epoch)` opens the control link; `host` is where other workers reach this node."""
+        """`dial(epoch)` opens the control link; `host` is where other workers reach this node.
+
+        `say(message)`: waits until the agent has heard it, beside the link.
+        """
         self.slot = slot
         self.incarnation = incarnation
         self.snapshot_fds = snapshot_fds
         self.secret = secret
         self.host = host
+        self._say = say
         self.progress_page = ProgressPage(progress_fd)
         self.progress_page.begin(incarnation)
         self._on_propose: Callable[[int, str], None] = _ignore
@@ -126,6 +131,7 @@ class Member:
         contact = AgentContact.from_environment(env)
         return cls(
             dial=contact.dial,
+            say=contact.say,
             secret=contact.secret,
             slot=int(env[SLOT]),
             incarnation=int(env[INCARNATION]),
@@ -353,11 +359,16 @@ class Member:
 
         `returns`: another is started in its place.
         """
-        self._link.send(said.Leave(reason=reason, returns=returns))
+        self._say_at_the_end(said.Leave(reason=reason, returns=returns))
 
     def finish(self, completed: int = 0) -> None:
         """Tell that the work is done after these steps: exit code 0 is no failure any more."""
-        self._link.send(said.Finish(completed=completed))
+        self._say_at_the_end(said.Finish(completed=completed))
+
+    def _say_at_the_end(self, message: WireMessage) -> None:
+        """Say what an exit may follow: the agent, or its next life, has it in the end."""
+        self._link.send(message)
+        self._say(message)
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).with_name("tiny_trainer.py")
 LAUNCH = "import sys; from elaswave_plugin.launch.launch import main; sys.exit(main(sys.argv[1:]))"
 WAIT_S = 20.0
+START_S = 0.5
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -40,6 +41,8 @@ class Job:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.world = world
+        # A process of them all takes its time to start, on two cores.
+        self.wait_s = max(WAIT_S, START_S * world)
         self.run_dir = folder / "run"
         self.reports: list[Report] = []
         self.pids: dict[int, int] = {}
@@ -91,7 +94,7 @@ class Job:
             self.watch(report["pid"])
         self.all("commit", range(self.world), epoch=1)
         # An agent writes this when it has met the others, and its trainers run before that.
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + self.wait_s
         while len(begun := self.events("worker_started")) < self.world:
             assert time.monotonic() < deadline_s, f"no events of {self.world} workers: {begun}"
             time.sleep(0.005)  # the file is all that shows it
@@ -115,8 +118,8 @@ class Job:
         for process in self.launchers:
             if process.poll() is None:
                 process.kill()
-                process.wait(WAIT_S)
-        for pid in self.left(WAIT_S):
+                process.wait(self.wait_s)
+        for pid in self.left(self.wait_s):
             os.kill(pid, signal.SIGKILL)
         for pidfd in self._watched.values():
             os.close(pidfd)
@@ -143,7 +146,7 @@ class Job:
 
     def next_agent(self, node: int, life: int) -> int:
         """The process of an agent of a node, by its number, once it takes part."""
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + self.wait_s
         while True:
             for event in self.events("agent_started"):
                 if (event["node"], event["life"]) == (node, life):
@@ -164,7 +167,7 @@ class Job:
         """
         process = psutil.Process(self.agents[slot])
         process.suspend()
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + self.wait_s
         while any(
             psutil.Process(one.id).status() != psutil.STATUS_STOPPED for one in process.threads()
         ):
@@ -188,7 +191,7 @@ class Job:
         return [self.one(what, slot, **wanted) for slot in slots]
 
     def _next(self, fits: Callable[[Report], bool], what: str) -> Report:
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + self.wait_s
         while True:
             for report in self.reports:
                 if fits(report):
@@ -227,7 +230,7 @@ class Job:
     def code(self, launcher: int = 0) -> int:
         """The exit code of a launcher, when it has ended."""
         try:
-            return self.launchers[launcher].wait(WAIT_S)
+            return self.launchers[launcher].wait(self.wait_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher does not end; output:\n{self.output()}") from None
 
@@ -240,7 +243,7 @@ class Job:
 
         Nothing orders what it prints with what a trainer reports, so it is waited for.
         """
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + self.wait_s
         while True:
             for line in self.output(launcher).splitlines(keepends=True):
                 if words in line and line.endswith("\n"):
@@ -264,7 +267,7 @@ class Job:
 
     def ended(self, pid: int) -> bool:
         """Return whether a watched process ends in time."""
-        return bool(select.select([self._watched[pid]], [], [], WAIT_S)[0])
+        return bool(select.select([self._watched[pid]], [], [], self.wait_s)[0])
 
     def left(self, timeout_s: float) -> list[int]:
         """List the watched processes that still live after at most this time."""

@@ -130,6 +130,18 @@ def test_the_next_agent_knows_which_losses_were_told(tmp_path: Path) -> None:
     assert "the job is done: 5 steps completed, 2 losses survived" in job.output()
 
 
+@proves(Kind.AGENT, Promise.NOBODY_LOST)
+def test_the_last_word_of_a_trainer_is_heard_by_the_next_agent(tmp_path: Path) -> None:
+    """One that is stopped reads nothing of what its trainers say before they exit."""
+    with Job(tmp_path, 4).start(nodes=2) as job:
+        job.stop_agent(2)
+        assert job.finish(range(4)) == job.code(1) == 0
+        assert job.left(WAIT_S) == []
+    assert [event["life"] for event in job.events("agent_started")] == [0, 0, 1]
+    assert job.events("worker_raised") == []
+    assert [event["epoch"] for event in job.events("view_committed")] == [1]
+
+
 @proves(Kind.AGENT, Promise.GOES_ON)
 def test_the_next_agent_starts_the_trainer_again_that_was_to_come(tmp_path: Path) -> None:
     with Job(tmp_path, 3, TINY_RESPAWN="3").start() as job:

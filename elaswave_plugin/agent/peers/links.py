@@ -79,17 +79,28 @@ class Links:
         self._wanted: dict[int, str] = {}
         self._dialling: set[int] = set()
         self._down: dict[int, _Down] = {}
-        # Nodes that were told to be gone, and when they are looked for again.
+        # When a node without a link is looked for, beyond the grace for one whose link broke.
         self._again_s: dict[int, float] = {}
+        self._began_s = time.monotonic()
 
     def want(self, nodes: Mapping[int, str]) -> None:
-        """Open links with these nodes, by address, where this end opens them; and keep them."""
+        """Open links with these nodes, by address, where this end opens them; and keep them.
+
+        The others come by themselves, or are dead: that is looked for after a while.
+        """
         self._wanted = dict(nodes)
         now_s = time.monotonic()
         for node in nodes:
-            is_missed = node not in self.channels and node not in self._down
-            if is_missed and node < self._own.node and now_s >= self._again_s.get(node, 0.0):
+            if node in self.channels or node in self._down:
+                continue
+            opens = node < self._own.node
+            if now_s < self._again_s.get(node, self._began_s + self._grace_s * (not opens)):
+                continue
+            self._again_s[node] = now_s + self._grace_s
+            if opens:
                 self._miss(node, "it does not answer")
+            else:
+                self._look_for(node)
 
     def take(self, peer: Peer, sock: socket.socket, epoch: int | None) -> None:
         """Use a connection that the agent of another node has opened.
@@ -151,7 +162,7 @@ class Links:
 
     def _gone(self, node: int, evidence: str) -> None:
         """Nobody answers: said once, and looked for again after a while, as links may heal."""
-        del self._down[node]
+        self._down.pop(node, None)
         self._again_s[node] = time.monotonic() + self._grace_s
         self._listener.on_gone(node, evidence)
 
@@ -214,5 +225,5 @@ class Links:
     def _is_dead(self, node: int, why: str) -> None:
         self._dialling.discard(node)
         down = self._down.get(node)
-        if down is not None:
-            self._gone(node, f"{down.evidence}; {why}")
+        if node not in self.channels:
+            self._gone(node, why if down is None else f"{down.evidence}; {why}")
