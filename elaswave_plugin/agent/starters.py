@@ -27,7 +27,7 @@ _STATUS_WAIT_S = 0.5
 _OF_THE_GUARDIAN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Given:
     """The inheritance of a trainer: environment, secret, progress page, snapshot memory."""
 
