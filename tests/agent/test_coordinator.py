@@ -450,10 +450,10 @@ def test_who_comes_to_lead_without_a_link_shuts_the_other_one_out(
     time.sleep(2 * BEAT.timeout_s)
     members[0].kill()
     rest = [member for member in members[1:] if member.node != other]
-    for member in rest:
-        member.until_it_lost({0, other})
+    members[1].until_it_lost({0, other})
     time.sleep(3 * BEAT.timeout_s)
-    assert [set(member.lost_s) for member in rest] == [{0, other}] * 3
+    # With nothing sealed it stops the job then, before the others are told of that loss.
+    assert [set(member.lost_s) - {other} for member in rest] == [{0}] * 3
     assert {member.agreement.leader for member in rest} == {1}
 
 
@@ -507,7 +507,7 @@ def test_agents_that_all_die_at_once_cost_nobody(
 
 
 @pytest.mark.parametrize("node", [0, 2])
-def test_an_agent_that_none_follows_is_lost_after_the_grace(
+def test_an_agent_that_none_follows_is_lost_once_it_was_silent_for_the_limit(
     start: Callable[..., list[Member]], node: int
 ) -> None:
     """Its guardian is there, or stopped: somebody takes the connection, and says nothing."""
@@ -517,5 +517,6 @@ def test_an_agent_that_none_follows_is_lost_after_the_grace(
     # A leader that loses another one ends this job, in which nothing is sealed.
     for member in members[:1] if node == 2 else members[1:]:
         took_s = member.until_it_lost({node}) - died_s
-        assert AGENT_GRACE_S < took_s < AGENT_GRACE_S + 0.5
-        assert member.lost[node].startswith("its agent is gone: ")
+        limit_s = SLOW_BEAT.timeout_s
+        assert limit_s - SLOW_BEAT.every_s < took_s < limit_s + 0.5
+        assert member.lost[node] == f"its agent was silent for {limit_s:g} s"

@@ -51,7 +51,7 @@ APART_S = 1.5
 """Where two wait in a circle, so long a silence between them is why: one answers each second."""
 
 AGENT_GRACE_S = 1.0
-"""For so long a node whose link broke may come back, by the next life of its agent."""
+"""For so long a node whose link broke is dialled all the time: its next agent is about to come."""
 
 
 class TrainerSide(Protocol):

@@ -46,15 +46,15 @@ class Listener(Protocol):
         """There is a new link with its agent, which knows of the view `epoch`."""
 
     def on_gone(self, node: int, evidence: str) -> None:
-        """Nobody is there, or no link could be opened again in time."""
+        """Nobody is there any more: said again as long as the node is wanted."""
 
 
 @dataclass(slots=True)
 class _Down:
-    """A node without a link: what was seen, and when it counts as gone."""
+    """A node without a link: what was seen of it last, and since when."""
 
     evidence: str
-    until_s: float
+    since_s: float
 
 
 class Links:
@@ -69,7 +69,11 @@ class Links:
         secret: Secret,
         grace_s: float,
     ) -> None:
-        """`grace_s`: for so long a node whose link broke may come back."""
+        """`grace_s`: for so long a node whose link broke is dialled again and again, then seldom.
+
+        Silence tells that it is lost: an agent may be followed by another one late, and one that is
+        cut off acts for the job for as long as others wait for it (`core/agreement/lease.py`).
+        """
         self._reactor = reactor
         self._own = own
         self._listener = listener
@@ -79,28 +83,18 @@ class Links:
         self._wanted: dict[int, str] = {}
         self._dialling: set[int] = set()
         self._down: dict[int, _Down] = {}
-        # When a node without a link is looked for, beyond the grace for one whose link broke.
-        self._again_s: dict[int, float] = {}
-        self._began_s = time.monotonic()
 
     def want(self, nodes: Mapping[int, str]) -> None:
         """Open links with these nodes, by address, where this end opens them; and keep them.
 
-        The others come by themselves, or are dead: that is looked for after a while.
+        The others come by themselves, or are dead: that is looked for after the grace.
         """
         self._wanted = dict(nodes)
-        now_s = time.monotonic()
+        self._down = {node: down for node, down in self._down.items() if node in nodes}
         for node in nodes:
-            if node in self.channels or node in self._down:
-                continue
-            opens = node < self._own.node
-            if now_s < self._again_s.get(node, self._began_s + self._grace_s * (not opens)):
-                continue
-            self._again_s[node] = now_s + self._grace_s
-            if opens:
-                self._miss(node, "it does not answer")
-            else:
-                self._look_for(node)
+            if node not in self.channels and node not in self._down:
+                opens = node < self._own.node
+                self._miss(node, "it does not answer", after_s=0.0 if opens else self._grace_s)
 
     def take(self, peer: Peer, sock: socket.socket, epoch: int | None) -> None:
         """Use a connection that the agent of another node has opened.
@@ -148,23 +142,16 @@ class Links:
         channel = self.channels.get(node)
         if channel is not None and channel.closed:
             del self.channels[node]
-            self._miss(node, evidence)
+            if node in self._wanted:
+                self._miss(node, evidence)
 
-    def _miss(self, node: int, evidence: str) -> None:
-        """There is no link with a node: look for it, and wait for it for a while."""
-        self._down[node] = down = _Down(evidence, time.monotonic() + self._grace_s)
-        self._look_for(node)
-        self._reactor.after(self._grace_s, partial(self._give_up, node, down))
-
-    def _give_up(self, node: int, down: _Down) -> None:
-        if self._down.get(node) is down:
-            self._gone(node, down.evidence)
-
-    def _gone(self, node: int, evidence: str) -> None:
-        """Nobody answers: said once, and looked for again after a while, as links may heal."""
-        self._down.pop(node, None)
-        self._again_s[node] = time.monotonic() + self._grace_s
-        self._listener.on_gone(node, evidence)
+    def _miss(self, node: int, evidence: str, *, after_s: float = 0.0) -> None:
+        """There is no link with a node: look for it."""
+        self._down[node] = down = _Down(evidence, time.monotonic())
+        if after_s:
+            self._reactor.after(after_s, partial(self._look_again, node, down))
+        else:
+            self._look_for(node)
 
     def _look_for(self, node: int) -> None:
         """Dial in a thread: to open the link, or to see that somebody is there who will."""
@@ -213,10 +200,11 @@ class Links:
     def _failed(self, node: int, why: str | None) -> None:
         self._dialling.discard(node)
         down = self._down.get(node)
-        if down is not None and time.monotonic() < down.until_s:
-            if why is not None:
-                down.evidence = why
-            self._reactor.after(AGAIN_S, partial(self._look_again, node, down))
+        if down is not None:
+            down.evidence = down.evidence if why is None else why
+            is_new = time.monotonic() < down.since_s + self._grace_s
+            pause_s = AGAIN_S if is_new else self._grace_s
+            self._reactor.after(pause_s, partial(self._look_again, node, down))
 
     def _look_again(self, node: int, down: _Down) -> None:
         if self._down.get(node) is down:
@@ -225,5 +213,6 @@ class Links:
     def _is_dead(self, node: int, why: str) -> None:
         self._dialling.discard(node)
         down = self._down.get(node)
-        if node not in self.channels:
-            self._gone(node, why if down is None else f"{down.evidence}; {why}")
+        if down is not None:
+            self._listener.on_gone(node, f"{down.evidence}; {why}")
+            self._reactor.after(self._grace_s, partial(self._look_again, node, down))
