@@ -73,7 +73,7 @@ class GuardedTrainers:
     """
 
     def __init__(self, reactor: Reactor, starters: Sequence[Starter | None], *, tell: Tell) -> None:
-        self._starters = list(starters)
+        self._starters: list[Starter | None] = list(starters)
         self._exec = ExecStarter(reactor)
         self._tell = tell
         self._orphans = Orphans(reactor, grace_s=_GRACE_S)
@@ -85,6 +85,14 @@ class GuardedTrainers:
     def all(self) -> list[Trainer]:
         """Those of which an agent may not know how they have ended; some may still be forked."""
         return list(self._known.values())
+
+    def start_by(self, starters: Sequence[Starter], pid: int) -> None:
+        """Start others in these ways, by place: by a child of this process, which is no orphan."""
+        self._not_orphans.add(pid)
+        for starter in self._starters:
+            if starter is not None:
+                starter.close()
+        self._starters = list(starters)
 
     def start(self, place: int, slot: int, incarnation: int, program: Call, given: Given) -> None:
         """Start one."""

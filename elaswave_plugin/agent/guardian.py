@@ -77,6 +77,10 @@ class Guardian:
         if self._life is not None:
             self._life.tell(notice, fds)
 
+    def start_by(self, starters: Sequence[Starter], pid: int) -> None:
+        """Start trainers in other ways from now on, by place: by a child of this process."""
+        self._trainers.start_by(starters, pid)
+
     def send_signal(self, number: int, place: int | None = None) -> None:
         """Hand on a signal: for the trainer of one place, or for all of this node.
 

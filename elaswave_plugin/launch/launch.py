@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from elaswave_plugin.agent.agent_spec import AgentSpec
 from elaswave_plugin.agent.notice_file import NOTICE_FILE
-from elaswave_plugin.agent.oom_kills import oom_kills
 from elaswave_plugin.agent.peers.rendezvous import (
     RendezvousSpec,
     listen_at,
@@ -31,6 +28,7 @@ from elaswave_plugin.launch.guarded_node import GuardedNode
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.join import Vacancy, find_vacancy
 from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
+from elaswave_plugin.launch.own_zygote import OwnZygote
 from elaswave_plugin.launch.preflight import allow_descriptors, open_run_dir, refuse_second_job
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.launch.zygote_settings import check_zygote
@@ -121,7 +119,6 @@ class _NodeJob:
         self._host = host
         self._events = events
         self._guarded: GuardedNode
-        self._zygote: subprocess.Popen[bytes] | None = None
         self._scripts_port = _reserve_port()
         adopt_orphans()
 
@@ -201,16 +198,23 @@ class _NodeJob:
         self, agent: AgentSpec, listener: socket.socket | None, zygotes: list[socket.socket]
     ) -> int:
         """Guard the node until there is to be no agent any more."""
-        ours = bool(self._spec.preload) and not zygotes
-        guarded = self._guarded = GuardedNode(
-            agent, _job_env(self._spec), listener, on_signal=self._end
+        env = _job_env(self._spec)
+        guarded = self._guarded = GuardedNode(agent, env, listener, on_signal=self._end)
+        starters = [ForkServer(guarded.reactor, sock) for sock in zygotes]
+        command = [*_zygote_command(), f"--preload={','.join(self._spec.preload)}"]
+        own = OwnZygote(
+            guarded.reactor,
+            command,
+            env,
+            len(agent.envs),
+            on_new=lambda others, pid: guarded.guardian.start_by(others, pid),
         )
         try:
-            if ours:
-                zygotes = self._start_zygote(len(agent.envs))
-            code = guarded.run([ForkServer(guarded.reactor, sock, ours=ours) for sock in zygotes])
+            if self._spec.preload and not zygotes:
+                starters = own.start()
+            code = guarded.run(starters)
         finally:
-            self._end_zygote()
+            own.end()
             self._scripts_port.close()
         if guarded.signals:
             code = 128 + guarded.signals[0]
@@ -228,45 +232,6 @@ class _NodeJob:
             return reserved
         return port + 1 if port < 65535 else port - 1
 
-    def _start_zygote(self, count: int) -> list[socket.socket]:
-        """A zygote for this run, with one connection for each place."""
-        pairs = [socket.socketpair() for _ in range(count)]
-        fds = [theirs.fileno() for _, theirs in pairs]
-        self._zygote = subprocess.Popen(
-            [
-                *_zygote_command(),
-                f"--parent={os.getpid()}",
-                f"--connections={','.join(map(str, fds))}",
-                f"--preload={','.join(self._spec.preload)}",
-            ],
-            env=_job_env(self._spec),
-            pass_fds=fds,
-            process_group=0,
-        )
-        for _, theirs in pairs:
-            theirs.close()
-        ended, killed = os.pidfd_open(self._zygote.pid), oom_kills()
-        self._guarded.reactor.watch(
-            ended, partial(self._on_zygote_exit, self._zygote, ended, killed)
-        )
-        return [ours for ours, _ in pairs]
-
-    def _on_zygote_exit(
-        self, zygote: subprocess.Popen[bytes], pidfd: int, killed_before: int
-    ) -> None:
-        """The workers that it had forked go on; those that come later are started by exec."""
-        self._guarded.reactor.unwatch(pidfd)
-        os.close(pidfd)
-        code = zygote.wait()
-        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        if code < 0 and oom_kills() > killed_before:
-            how += ", and the kernel has ended processes for lack of memory meanwhile"
-        if code and not self._guarded.signals:
-            say(
-                f"the zygote (pid {zygote.pid}) ended: {how}; the workers that it had forked go on,"
-                " and others start without it"
-            )
-
     def _end(self, number: int) -> None:
         """Told to end: ask the agent, which gives its trainers a moment; then insist.
 
@@ -280,15 +245,6 @@ class _NodeJob:
         if len(signals) == 1:
             limit_s = self._spec.timeouts.notice_timeout_s + _LAST_RESORT_S
             self._guarded.reactor.after(limit_s, guardian.kill)
-
-    def _end_zygote(self) -> None:
-        if self._zygote is not None:
-            self._zygote.kill()
-            try:
-                self._zygote.wait(_LAST_RESORT_S)
-            except subprocess.TimeoutExpired:
-                say(f"the zygote (pid {self._zygote.pid}) does not die of SIGKILL: left behind")
-            self._zygote = None
 
 
 def _hands_out(spec: LaunchSpec) -> bool:

@@ -19,8 +19,9 @@ import pytest
 from elaswave_plugin.agent.peers import rendezvous
 from elaswave_plugin.agent.peers.rendezvous import listen_at, own_host
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.launch.launch import _NodeJob, parse_run_args
+from elaswave_plugin.launch.launch import parse_run_args
 from elaswave_plugin.launch.options import script_settings
+from elaswave_plugin.launch.own_zygote import OwnZygote
 from tests.agent.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
 from tests.config.files import config_of
 from tests.ports import free_port
@@ -350,9 +351,10 @@ def test_a_zygote_that_is_stuck_in_the_kernel_holds_no_launcher_up(
         assert timeout is not None, "this would wait for ever"
         raise subprocess.TimeoutExpired("zygote", timeout)
 
-    job = Mock(_zygote=Mock(pid=7, wait=wait))
-    _NodeJob._end_zygote(job)
-    assert job._zygote is None
+    zygote = OwnZygote(Mock(), [], {}, 1, on_new=Mock())
+    zygote._process = Mock(pid=7, wait=wait)
+    zygote.end()
+    assert zygote._process is None
     said = "elaswave: the zygote (pid 7) does not die of SIGKILL: left behind\n"
     assert capsys.readouterr().err == said
 

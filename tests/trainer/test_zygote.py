@@ -222,7 +222,8 @@ def test_the_workers_of_a_nodes_own_zygote_go_on_without_it(tmp_path: Path) -> N
         zygote = zygote_of(job)
         zygote.kill()
         line = job.said(f"the zygote (pid {zygote.pid}) ended: killed by SIGKILL; the workers")
-        assert "that it had forked go on" in line
+        assert "that it had forked go on, and another one is started for others" in line
+        assert zygote_of(job).pid != zygote.pid
         for slot in range(2):
             job.tell(slot, "seal 1")
         job.all("copied", range(2), step=1)
@@ -244,6 +245,7 @@ def test_a_trainer_starts_without_its_zygote_when_that_is_gone(tmp_path: Path) -
         assert job.ended(job.pids[1])
         started = job.one("started", 1)
         job.watch(started["pid"])
+        assert zygote_of(job, 1).pid != zygote.pid
         assert started["parent"] == job.launchers[1].pid
         assert job.one("detached", 1)
         assert job.finish([0]) == 0

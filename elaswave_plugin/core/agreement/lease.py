@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
-
 DRIFT = 0.01
 """The clocks of two nodes run apart by less than this: quartz does by a ten-thousandth."""
 
