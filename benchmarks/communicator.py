@@ -9,10 +9,11 @@ are verified once every survivor has made its own: the first would slow the othe
 
 import json
 import math
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from benchmarks import command
 from benchmarks.circumstances import circumstances
 from benchmarks.communicator_report import draw, show
 from benchmarks.group_list import Layout, default_layout, parse_layout
+from benchmarks.message_waves import floor_ms
 from elaswave_plugin.demo.jobs import run_job, running, wait_until_ready
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.output_file import check_output, check_picture
@@ -35,6 +37,7 @@ JOB_LIMIT_S = 240.0
 LATENCY_WORLDS = (4, 8)
 LATENCY_RUNS = 30
 KILL_WORLD = 8
+FLOOR_ROUNDS = 30
 RESOURCES = ("descriptors", "threads", "private_bytes")
 
 Rows = list[dict[str, Any]]
@@ -42,11 +45,15 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicatorOptions:
-    """The runs to measure: world sizes with their layouts, losses a size, kills at 8 workers."""
+    """The runs to measure: world sizes with their layouts, losses a size, kills at 8 workers.
+
+    ``per_node``: workers of each node of such a job, all nodes being on this machine.
+    """
 
     layouts: tuple[Layout, ...]
     runs: int
     kills: int
+    per_node: int
 
 
 def check_options(
@@ -57,6 +64,7 @@ def check_options(
     kills: int,
     json_file: Path | None,
     plot: Path | None,
+    per_node: int = 8,
 ) -> CommunicatorOptions:
     """Read the command's options. Raises ConfigurationError."""
     try:
@@ -75,13 +83,18 @@ def check_options(
             raise ConfigurationError(
                 f"--runs is {runs}, which leaves too few of {one.world} workers"
             )
-    return CommunicatorOptions(layouts=layouts, runs=runs, kills=kills)
+    if per_node < 1 or any(one > per_node and one % per_node for one in worlds):
+        raise ConfigurationError(
+            f"--per-node is {per_node}, wanted a divisor of each of the sizes {world}"
+        )
+    return CommunicatorOptions(layouts=layouts, runs=runs, kills=kills, per_node=per_node)
 
 
 class Bench:
     """Starts the jobs of the benchmark and reads their figures."""
 
-    def __init__(self, folder: Path, zygote: Path, store_port: int) -> None:
+    def __init__(self, folder: Path, zygote: Path, store_port: int, per_node: int) -> None:
+        self._per_node = per_node
         self._folder = folder
         self._zygote = zygote
         self._store_port = store_port
@@ -92,10 +105,19 @@ class Bench:
         self._jobs += 1
         out = self._folder / str(self._jobs)
         out.mkdir()
+        width = min(world, self._per_node)
+        nodes, port = world // width, _free_port()
         command = [sys.executable, "-m", "elaswave_plugin.cli.main", "run"]
-        command += [f"--nproc-per-node={world}", f"--zygote={self._zygote}", f"--dir={out}"]
-        command += [str(HERE / script), str(out), str(self._store_port), *arguments]
-        run_job(command, f"{script} with {world} workers", out / "log", limit_s=JOB_LIMIT_S)
+        command += [f"--nproc-per-node={width}", f"--nnodes={nodes}", f"--master-port={port}"]
+        command += [f"--zygote={self._zygote}", f"--dir={out}"]
+        program = [str(HERE / script), str(out), str(self._store_port), *arguments]
+        with ExitStack() as others:
+            for node in range(1, nodes):
+                others.enter_context(
+                    running([*command, f"--node-rank={node}", *program], out / f"log-{node}")
+                )
+            first = [*command, "--node-rank=0", *program]
+            run_job(first, f"{script} with {world} workers", out / "log", limit_s=JOB_LIMIT_S)
         files = [path for path in out.glob("*.jsonl") if path.stem.isdigit()]
         return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
@@ -123,6 +145,8 @@ class Bench:
             **{f"{way}_ms": value for way, value in typical.items()},
             "p99_ms": {way: percentile(values, 0.99) for way, values in made.items()},
             "verified_ms": {way: median(values) for way, values in verified.items()},
+            "per_node": min(layout.world, self._per_node),
+            "floor_ms": floor_ms(layout.world, self._per_node, FLOOR_ROUNDS),
             "ratio_full": typical["full"] / typical["edit"],
             "ratio_partial": typical["partial"] / typical["edit"],
             "resources": {
@@ -156,6 +180,12 @@ class Bench:
         return float(1e3 * (max(done) - killed["at_s"]))
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 def _resources(rows: Rows, what: str) -> dict[str, int]:
     """The most that any worker needed for its groups."""
     here = [row for row in rows if row["what"] == what and row["run"] == 0]
@@ -168,7 +198,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 @contextmanager
-def opened() -> Iterator[Bench]:
+def opened(per_node: int = 8) -> Iterator[Bench]:
     """A zygote and a store that serve every job, in a folder that goes away."""
     from torch import distributed
 
@@ -183,7 +213,7 @@ def opened() -> Iterator[Bench]:
         ) as process:
             wait_until_ready(process, folder / "z", log)
             store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            yield Bench(folder, folder / "z", store.port)
+            yield Bench(folder, folder / "z", store.port, per_node)
 
 
 def measure(options: CommunicatorOptions, tell: Any) -> dict[str, Any]:
@@ -194,7 +224,7 @@ def measure(options: CommunicatorOptions, tell: Any) -> dict[str, Any]:
         "collectives": [],
         "kill_to_verified_ms": [],
     }
-    with opened() as bench:
+    with opened(options.per_node) as bench:
         for layout in options.layouts:
             tell(f"{layout.world} workers, TP x PP x DP = {layout}: {options.runs} losses")
             result["rows"].append(bench.departures(layout, options.runs))
@@ -213,6 +243,9 @@ def communicator(
     layout: Annotated[
         str | None, typer.Option(metavar="TP,PP,DP", show_default="2,2,DP; 2,4,DP from 32 on")
     ] = None,
+    per_node: Annotated[
+        int, typer.Option(help="Workers of a node; all nodes are on this machine.")
+    ] = 8,
     runs: Annotated[int, typer.Option(help="Losses a number of workers.")] = 5,
     kills: Annotated[int, typer.Option(help="SIGKILLs in an all-reduce of 8 workers.")] = 30,
     json_file: command.JsonFile = None,
@@ -220,7 +253,13 @@ def communicator(
 ) -> int:
     """Time the loss of a worker: all groups rebuilt, some rebuilt, all edited in place."""
     options = check_options(
-        world=world, layout=layout, runs=runs, kills=kills, json_file=json_file, plot=plot
+        world=world,
+        layout=layout,
+        runs=runs,
+        kills=kills,
+        json_file=json_file,
+        plot=plot,
+        per_node=per_node,
     )
     result = measure(options, command.tell)
     show(result, Console())

@@ -48,6 +48,7 @@ def test_default_layouts(world: int, layout: str) -> None:
         ({"world": "10"}, "--world has 10, which is no multiple of TP 2 x PP 2"),
         ({"layout": "2,2"}, "--layout is '2,2', wanted TP,PP,DP"),
         ({"layout": "2,2,4"}, "--layout 2,2,4 has 16 workers, but --world has 8"),
+        ({"per_node": 3}, "--per-node is 3, wanted a divisor of each of the sizes 8"),
         ({"runs": 0}, "--runs is 0"),
         ({"runs": 6}, "--runs is 6, which leaves too few of 8 workers"),
         ({"json_file": Path("/nowhere/x.json")}, "--json is '/nowhere/x.json', whose folder"),
@@ -80,13 +81,15 @@ def test_a_native_group_has_threads_as_long_as_somebody_holds_it() -> None:
 
 
 def test_a_loss_is_measured_in_three_ways_and_a_kill_once(tmp_path: Path) -> None:
-    with opened() as bench:
+    with opened(per_node=2) as bench:
         row = bench.departures(parse_layout("2,1,2", 4), 1)
-        killed_ms = bench.kill_to_verified_ms(Layout(tp=1, pp=1, dp=3))
+        killed_ms = bench.kill_to_verified_ms(Layout(tp=1, pp=1, dp=4))
     assert row["world"] == 4 and row["layout"] == "2x1x2"
     for way in ("full", "partial", "edit"):
         assert 0 < row[f"{way}_ms"] <= row["verified_ms"][way] < 60_000
     assert math.isclose(row["ratio_full"], row["full_ms"] / row["edit_ms"])
+    assert row["per_node"] == 2
+    assert 0 < row["floor_ms"] < row["edit_ms"]
     held = row["resources"]
     assert held["elastic"]["threads"] == 0 < held["gloo"]["threads"]
     assert 0 < killed_ms < 60_000
