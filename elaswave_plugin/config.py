@@ -181,9 +181,9 @@ class ElasticConfig(BaseModel):
         1,
         ge=0,
         le=8,
-        description="workers that hold each snapshot; k of them survive k losses at once. A"
-        " worker on another node holds a copy, which takes the same memory again; a worker"
-        " on the same node keeps the same memory alive at no cost",
+        description="copies of each snapshot with workers of other nodes; each takes the same"
+        " memory again, and k of them survive the loss of k nodes at once. Within a node none is"
+        " needed, since the memory of a snapshot outlives its worker",
     )
     snapshot_interval: _IntervalText = Field(
         "auto",

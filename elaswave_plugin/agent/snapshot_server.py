@@ -67,7 +67,6 @@ class SnapshotServer:
         self._listeners = listeners
         host, port = listeners[0].getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._closed = threading.Event()
         self._strangers = Strangers(self.address)
 
     def start(self) -> None:
@@ -78,12 +77,12 @@ class SnapshotServer:
             ).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
+        while listener.fileno() >= 0:
             try:
                 sock, _ = listener.accept()
             except OSError:
                 # Not only where it is closed: a process may be out of descriptors for a moment.
-                self._closed.wait(ACCEPT_AGAIN_S)
+                time.sleep(ACCEPT_AGAIN_S)
                 continue
             peer = threading.Thread(
                 target=self._serve, args=(sock,), name="snapshot-peer", daemon=True
@@ -92,7 +91,6 @@ class SnapshotServer:
                 peer.start()
             except RuntimeError:  # no more threads: the peer asks again
                 sock.close()
-        listener.close()
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
