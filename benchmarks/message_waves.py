@@ -115,7 +115,7 @@ class Tree:
 
 
 def receive(sock: socket.socket, count: int) -> bytes:
-    """Exactly so many bytes; raises ConnectionError where the other end is gone."""
+    """Return exactly `count` bytes; raises ConnectionError where the other end is gone."""
     data = b""
     while len(data) < count:
         more = sock.recv(count - len(data))

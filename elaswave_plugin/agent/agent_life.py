@@ -74,7 +74,7 @@ class AgentLife:
         return time.monotonic() - touched_s - self._waits.since(touched_s, self.pid)
 
     def forgive(self) -> None:
-        """What it did until now is not known."""
+        """Count from now on: until now it may have done anything."""
         if any(self._page[:8]):
             self._page[:8] = struct.pack("q", time.monotonic_ns())
 
