@@ -491,9 +491,10 @@ class Agreement(Candidate):
             return
         if self.node not in welcome.nodes or self._shut_out(welcome.lost):
             return
-        self.nodes = Nodes(
-            welcome.nodes, welcome.lost, welcome.empty, unused_node=welcome.unused_node
-        )
+        # It may have been under way while this agent lost somebody, who never comes back.
+        own = {node: why for node, why in self.nodes.lost.items() if node in welcome.nodes}
+        lost = {**welcome.lost, **own}
+        self.nodes = Nodes(welcome.nodes, lost, welcome.empty, unused_node=welcome.unused_node)
         self.addresses = dict(welcome.addresses)
         self._reports.incarnations |= welcome.incarnations
         for slot in self.nodes.slots_of(self.node):
