@@ -44,6 +44,7 @@ GRACE_S = 2.0
 AGAIN_S = 2.0
 LOOK_AGAIN_S = 0.25
 SECRET = "elaswave secret"
+LEFT = "it has left the job, as it was told to"
 
 
 class Seat:
@@ -179,6 +180,9 @@ class Seat:
         if not hasattr(common, "coordinator"):
             return
         agreement = common.agreement
+        if self.slot not in agreement.seats or agreement.seats[self.slot].dismissed:
+            trainer.send(Stop(reason=LEFT, exit_code=0))
+            return
         view, last = agreement.committed, agreement.last
         if last is not None and epoch < view.epoch and agreement.worker(self.slot) in view:
             self.deliver(last, tuple(one for one in agreement.history if one.epoch > epoch))
@@ -235,7 +239,7 @@ class Seat:
         self.trainer.left = True
         self._common.on_change()
         self.board.dismissed()
-        self.trainer.send(Stop(reason="it has left the job, as it was told to", exit_code=0))
+        self.trainer.send(Stop(reason=LEFT, exit_code=0))
         self._common.reactor.after(GRACE_S, self.trainer.kill)
 
     def progress(self, awake_s: float) -> Sample | None:

@@ -21,6 +21,7 @@ from elaswave_plugin.core.agreement.candidate import Candidate
 from elaswave_plugin.core.agreement.effects import (
     Connect,
     Disconnect,
+    Dismiss,
     Effect,
     Seated,
     Vacated,
@@ -129,6 +130,8 @@ class Agreement(Candidate):
         if record.accepted is not None and record.accepted.ballot.epoch > new.committed.epoch:
             new._accept(record.accepted, now_s)
         new.promised, new.accepted = record.promised, record.accepted
+        # The one that died may not have told them.
+        new._effects += [Dismiss(slot=slot) for slot, seat in new.seats.items() if seat.dismissed]
         return new
 
     @property
