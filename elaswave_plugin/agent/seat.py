@@ -183,9 +183,12 @@ class Seat:
         if self.slot not in agreement.seats or agreement.seats[self.slot].dismissed:
             trainer.send(Stop(reason=LEFT, exit_code=0))
             return
-        view, last = agreement.committed, agreement.last
+        last = agreement.last
+        # A leader may have adopted a later view, which is not committed yet.
+        view = agreement.committed if last is None else last.proposal.view
         if last is not None and epoch < view.epoch and agreement.worker(self.slot) in view:
-            self.deliver(last, tuple(one for one in agreement.history if one.epoch > epoch))
+            told = range(epoch + 1, view.epoch + 1)
+            self.deliver(last, tuple(one for one in agreement.history if one.epoch in told))
         if agreement.started:
             trainer.send(said.Started())
         if agreement.is_told_to_leave(self.slot):
