@@ -382,12 +382,17 @@ def pids_of(directory: Path) -> tuple[int, ...]:
 
 
 def started_under(directory: Path) -> tuple[int, ...]:
-    """Processes with the run's directory in their environment: whatever its workers started."""
-    found = []
+    """Processes with the run's directory in their environment: whatever its workers started.
+
+    What a worker has forked has its title, and so no environment: it is in the worker's group.
+    """
+    found, leaders = [], {*pids_of(directory)}
     for process in psutil.process_iter():
         # Processes that end meanwhile, and those of other users, are not ours.
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("ELASWAVE_DIR") == str(directory):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            is_here = process.environ().get("ELASWAVE_DIR") == str(directory)
+            is_here = is_here or os.getpgid(process.pid) in leaders
+            if is_here and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return tuple(found)
 

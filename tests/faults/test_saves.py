@@ -23,6 +23,7 @@ from tests.faults.harness import (
     left_alive,
     pids_of,
     started,
+    started_under,
 )
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -144,6 +145,7 @@ def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
             began = pids_of(directory)
             launchers[0].wait(20)
         assert left_alive(began, limit_s=10.0) == ()
+        assert started_under(directory) == ()
         named = int((saves / TRACKER).read_text())
         assert iteration - 1 <= named <= STEPS
         name = f"iter_{named:07d}"
@@ -158,15 +160,26 @@ def kill_all(launcher: int, directory: Path) -> None:
     Trainers are forked by the zygote, and lead the processes that write for them. What has lost its
     agent is killed by others, so that all are known before the first one is killed.
     """
-    stopped: list[psutil.Process] = []
-    for _ in range(2):  # one that ran on may have started another, as long as it was not stopped
-        stopped = [one for leader in (launcher, *pids_of(directory)) for one in family(leader)]
-        for process in stopped:
+    known: set[psutil.Process] = set()
+    while new := {one for p in (launcher, *pids_of(directory)) for one in family(p)} - known:
+        for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
-    for process in stopped:
+        for process in new:
+            await_stopped(process)
+        known |= new
+    for process in known:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def await_stopped(process: psutil.Process) -> None:
+    """Wait until it runs no more: until then it may fork, whatever was sent to it."""
+    deadline_s = time.monotonic() + 20
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            assert time.monotonic() < deadline_s, f"{process} does not stop"
+            time.sleep(0.001)  # nothing tells that a process which is no child has stopped
 
 
 def family(pid: int) -> list[psutil.Process]:
