@@ -36,12 +36,11 @@ from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.agent.standby import Standby
 from elaswave_plugin.agent.status_board import describe_change
 from elaswave_plugin.agent.way_in import Admitted, SlotRefusedError, seek_admission
-from elaswave_plugin.core.agreement.effects import Ring
+from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.leader import Agreement
-from elaswave_plugin.core.agreement.messages import Committed
 from elaswave_plugin.core.agreement.record import Record
-from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
+from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.codec import from_json, to_json
 from elaswave_plugin.core.layout.reserve import built_among, vacant
 from elaswave_plugin.errors import (
@@ -267,14 +266,12 @@ class Agent:
         seat = self._seats.get(notice["slot"])
         is_new = (notice["n"], notice["slot"], notice["incarnation"]) not in self._known
         is_current = seat is not None and seat.trainer.incarnation == notice["incarnation"]
-        if not (is_current and is_new):
+        if seat is None or not (is_current and is_new):
             if fd >= 0:
                 os.close(fd)
         elif notice["n"] == "started":
-            assert seat is not None
             seat.on_start(notice, fd)
         else:
-            assert seat is not None
             seat.on_end(notice)
 
     def _on_signal(self, number: int, place: int | None) -> None:
@@ -432,11 +429,11 @@ class Agent:
         for seat in self._seats.values():
             seat.ring(ring)
 
-    def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None:
+    def deliver(self, news: Deliver) -> None:
         """A view is committed with workers of this node in it."""
         for slot in list(self._agreement.seats):
-            if self._agreement.worker(slot) in committed.proposal.view:
-                self._seats[slot].deliver(committed, path)
+            if self._agreement.worker(slot) in news.committed.proposal.view:
+                self._seats[slot].deliver(news)
 
     def started(self) -> None:
         """Tell all that every trainer has sealed its first snapshot."""

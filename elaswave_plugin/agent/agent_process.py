@@ -23,9 +23,12 @@ from elaswave_plugin.agent.keeper import Keeper
 from elaswave_plugin.errors import EXIT_CONFIGURATION, ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.process_limit import explained_process_limit
-from elaswave_plugin.ipc.process_tree import die_with_parent, exit_at_once, lead_group
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+from elaswave_plugin.ipc.process_tree import (
+    SIGNALS_TO_END,
+    die_with_parent,
+    exit_at_once,
+    lead_group,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +49,13 @@ class AgentProcess:
             stream.flush()  # else it would write the same once more
         parent_pid = os.getpid()
         # A signal for it that comes at once must not ring our bell, which it inherits.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_TO_END)
         try:
             pid = os.fork()
             if pid == 0:
                 self._become(calls, notices, life, parent_pid)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         return pid
 
     def _become(
@@ -69,10 +72,10 @@ class AgentProcess:
             kept = [calls, notices, *self.data, *([] if listener is None else [listener])]
             _close_all_but({sock.fileno() for sock in kept})
             # Who signals all processes of a job means the guardian, which hands it on.
-            for number in _SIGNALS:
+            for number in SIGNALS_TO_END:
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, ended_early)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
             os.environ.clear()
             os.environ.update(self.env)
             with explained_process_limit():

@@ -19,11 +19,10 @@ from elaswave_plugin.agent.refused_requests import why_it_stays, why_layers_stay
 from elaswave_plugin.agent.snapshot_copies import Copies
 from elaswave_plugin.agent.status_board import StatusBoard
 from elaswave_plugin.agent.trainer_session import TrainerSession
-from elaswave_plugin.core.agreement.effects import Ring
+from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.messages import (
     Ballot,
-    Committed,
     Detached,
     Facts,
     Raised,
@@ -31,7 +30,6 @@ from elaswave_plugin.core.agreement.messages import (
     Stop,
 )
 from elaswave_plugin.core.agreement.respawn import Deaths, GiveUp
-from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_wire
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
 from elaswave_plugin.ipc.console import say
@@ -177,18 +175,13 @@ class Seat:
         if common.exit_code is not None:
             trainer.send(Stop(reason="the job is over", exit_code=EXIT_FAILED))
             return
-        if not hasattr(common, "coordinator"):
-            return
         agreement = common.agreement
         if self.slot not in agreement.seats or agreement.seats[self.slot].dismissed:
             trainer.send(Stop(reason=LEFT, exit_code=0))
             return
-        last = agreement.last
-        # A leader may have adopted a later view, which is not committed yet.
-        view = agreement.committed if last is None else last.proposal.view
-        if last is not None and epoch < view.epoch and agreement.worker(self.slot) in view:
-            told = range(epoch + 1, view.epoch + 1)
-            self.deliver(last, tuple(one for one in agreement.history if one.epoch in told))
+        missed = agreement.missed(self.slot, epoch)
+        if missed is not None:
+            self.deliver(missed)
         if agreement.started:
             trainer.send(said.Started())
         if agreement.is_told_to_leave(self.slot):
@@ -223,15 +216,17 @@ class Seat:
             )
         )
 
-    def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None:
-        """A view is committed with this worker in it."""
-        trainer = self.trainer
+    def deliver(self, news: Deliver) -> None:
+        """A view is committed with this worker in it; one that enters is told of all before."""
+        trainer, committed = self.trainer, news.committed
+        view, before = committed.proposal.view, news.skipped
         if not trainer.delivered:
-            path = tuple(self._common.agreement.history[1:])
+            history = self._common.agreement.history[1:]
+            before = tuple(one for one in history if one.epoch < view.epoch)
             trainer.delivered = True
             self._common.on_change()
-        self.board.committed(path, time.time())
-        trainer.send(said.NewView(before=path[:-1], view=path[-1], payload=committed.payload))
+        self.board.committed((*before, view), time.time())
+        trainer.send(said.NewView(before=before, view=view, payload=committed.payload))
 
     def started(self) -> None:
         """Every trainer of the job has sealed its first snapshot."""

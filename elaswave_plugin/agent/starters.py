@@ -18,13 +18,12 @@ from functools import partial
 from typing import Protocol
 
 from elaswave_plugin.ipc.environment import JOB_SECRET_FD, SNAPSHOT_FDS, Program
-from elaswave_plugin.ipc.process_tree import die_with_parent, lead_group
+from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END, die_with_parent, lead_group
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode
 
 _STATUS_WAIT_S = 0.5
-_OF_THE_GUARDIAN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +107,9 @@ def _exec(program: Program, env: Mapping[str, str], fds: Sequence[int], parent_p
         lead_group()
         for fd in fds:
             os.set_inheritable(fd, True)
-        for number in (*_OF_THE_GUARDIAN, signal.SIGPIPE):
+        for number in (*SIGNALS_TO_END, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_GUARDIAN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         os.execve(sys.executable, program.command(), env)
     except BaseException:
         traceback.print_exc()

@@ -102,14 +102,7 @@ def _addresses(workers: list[Record]) -> str:
 
 def draw_workers(workers: list[Record]) -> Group:
     """A row each, and below the table what speaks against some of them."""
-    # Narrow enough for 80 columns.
-    table = Table(
-        title="workers",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = _table("workers")
     for name, justify in COLUMNS:
         folds = name in _FOLDED
         table.add_column(
@@ -135,15 +128,20 @@ def draw_workers(workers: list[Record]) -> Group:
     return Group(table, *evidence)
 
 
-def draw_nodes(nodes: list[Record]) -> Table:
-    """A row for each node's agent: its process, how many there have been, the slots it has."""
-    table = Table(
-        title="nodes (agent: its process; lives: the agents so far)",
+def _table(title: str) -> Table:
+    """An empty one, narrow enough for 80 columns."""
+    return Table(
+        title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
+
+
+def draw_nodes(nodes: list[Record]) -> Table:
+    """A row for each node's agent: its process, how many there have been, the slots it has."""
+    table = _table("nodes (agent: its process; lives: the agents so far)")
     for name in NODE_COLUMNS:
         table.add_column(name, justify="left" if name in ("slots", "") else "right")
     for node in nodes:

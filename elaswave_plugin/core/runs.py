@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-MOST_NUMBERS = 1 << 24
+MOST_NUMBERS = 1 << 20
 _RUN = re.compile(r"(-?\d+)\+(-?\d+)\*(\d{1,8})")
 # As long as the lists are few, alike on many workers, and the same from one view to the next.
 _KEPT = 64

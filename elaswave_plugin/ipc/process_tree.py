@@ -16,6 +16,8 @@ from elaswave_plugin.ipc.reactor import Reactor
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+SIGNALS_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""The signals by which people, launchers and schedulers tell a process of a job to end."""
 STOPPED, IN_KERNEL, RUNNABLE = "T", "D", "R"
 """States of a process: a signal has stopped it; it sleeps in the kernel, and no signal wakes it."""
 

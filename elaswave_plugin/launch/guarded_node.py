@@ -15,9 +15,8 @@ from elaswave_plugin.agent.snapshot_server import listen_for_data
 from elaswave_plugin.agent.starters import Starter
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END
 from elaswave_plugin.ipc.reactor import Reactor
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class GuardedNode:
@@ -54,7 +53,7 @@ class GuardedNode:
         `starters`: the ways to start trainers, by place; None: by exec.
         """
         self.guardian = Guardian(self.reactor, self._process.begin, starters, on_end=self._on_end)
-        old = {number: signal.signal(number, self._post_signal) for number in _SIGNALS}
+        old = {number: signal.signal(number, self._post_signal) for number in SIGNALS_TO_END}
         try:
             self.guardian.start()
             if self._listener is not None:

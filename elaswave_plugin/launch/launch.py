@@ -144,7 +144,7 @@ class _NodeJob:
         envs = tuple(
             _trainer_env(spec, place, port, scripts_port) for place in range(width + spec.standby)
         )
-        return self._supervise(self._agent_spec(rendezvous, envs), listener, zygotes)
+        return self._guard(self._agent_spec(rendezvous, envs), listener, zygotes)
 
     def run_newcomers(self, vacancy: Vacancy, zygotes: list[socket.socket]) -> int:
         """Start an agent that takes slots of a running job, and wait for its end."""
@@ -167,7 +167,7 @@ class _NodeJob:
         )
         spec = self._agent_spec(rendezvous, envs)
         spec = replace(spec, joins=vacancy.contacts, wanted=vacancy.slots)
-        return self._supervise(spec, None, zygotes)
+        return self._guard(spec, None, zygotes)
 
     def _described(self, node: int, nnodes: int | None) -> dict[str, object]:
         return {
@@ -194,7 +194,7 @@ class _NodeJob:
             heartbeat=spec.heartbeat,
         )
 
-    def _supervise(
+    def _guard(
         self, agent: AgentSpec, listener: socket.socket | None, zygotes: list[socket.socket]
     ) -> int:
         """Guard the node until there is to be no agent any more."""

@@ -28,10 +28,10 @@ from elaswave_plugin.errors import (
 )
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.handshake import is_same_user
+from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode, receive_frame, send_frame
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _AGAIN_S = 0.02
 _HELLO_S = 10.0
 _FDS_A_REQUEST = 7
@@ -144,7 +144,7 @@ def be_task(
     sock = _dial(name, timeout_s)
     send_frame(sock, {"slot": slot, "env": dict(env), "args": list(args), "pid": os.getpid()})
     served = _Served(sock)
-    old = {number: signal.signal(number, served.on_signal) for number in _SIGNALS}
+    old = {number: signal.signal(number, served.on_signal) for number in SIGNALS_TO_END}
     try:
         return served.run()
     finally:

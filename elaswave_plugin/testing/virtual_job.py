@@ -186,7 +186,6 @@ class VirtualJob:
             self.open.pop(slot, None)
             for what, args, how in list(self.told.get(slot, ())):
                 getattr(new, what)(slot, *args, **how)
-            self.tell_what_it_missed(slot, new)
         for other in list(self.alive):
             if other != node:
                 self.wires.pop((other, node), None)
@@ -194,16 +193,18 @@ class VirtualJob:
                 self.wires.setdefault((node, other), deque()).append(NEW_LINK)
                 self.order.append((node, other))
         self.settle(node)
+        # They call while it may have been elected already, and have adopted a view.
+        for slot in list(new.seats) if node in self.alive else ():
+            self.tell_what_it_missed(slot, new)
 
     def tell_what_it_missed(self, slot: int, agreement: Agreement) -> None:
         """Tell a trainer of the newest view, where the last life of its agent had not."""
-        view, path = agreement.committed, self.commits.get(slot, [])
-        behind = not path or path[-1].epoch < view.epoch
-        if slot in self.trainers and behind and agreement.worker(slot) in view:
-            assert agreement.last is not None
-            facts, _ = unpack_payload(agreement.last.payload)
-            missed = [one for one in agreement.history if path and one.epoch > path[-1].epoch]
-            self.enter(slot, agreement, view, missed, facts)
+        known = self.commits.get(slot, [])
+        missed = agreement.missed(slot, known[-1].epoch if known else 0)
+        if slot in self.trainers and missed is not None:
+            facts, _ = unpack_payload(missed.committed.payload)
+            view = missed.committed.proposal.view
+            self.enter(slot, agreement, view, [*missed.skipped, view], facts)
 
     def begin(self, node: int, message: Welcome) -> None:
         """Take part as the newcomer that was welcomed."""
@@ -341,7 +342,9 @@ class VirtualJob:
         if newcomer and slot in self.joined:
             self.entered.add(slot)
         self.outside.discard(slot)
-        told = agreement.history[1:] if newcomer else told
+        assert facts.keys() == {*view.ranks}, (sorted(facts), view)
+        if newcomer:
+            told = [one for one in agreement.history[1:] if one.epoch <= view.epoch]
         for known in told:
             assert self.decided.setdefault(known.epoch, known) == known
         if newcomer:

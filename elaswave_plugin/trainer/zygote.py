@@ -32,7 +32,12 @@ from typing import Any, NoReturn
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.environment import JOB_SECRET_FD, SNAPSHOT_FDS
 from elaswave_plugin.ipc.handshake import is_same_user
-from elaswave_plugin.ipc.process_tree import die_with_parent, exit_at_once, lead_group
+from elaswave_plugin.ipc.process_tree import (
+    SIGNALS_TO_END,
+    die_with_parent,
+    exit_at_once,
+    lead_group,
+)
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode
@@ -45,7 +50,6 @@ _FDS_A_REQUEST = 7
 _NEEDED_BY_NO_CHILD = ("jemalloc_bg_thd", "cuda")
 # By it torch.cuda.is_available() asks NVML; else it initialises CUDA, and frameworks ask at import.
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-_OWN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(slots=True)
@@ -93,7 +97,7 @@ class Zygote:
         zygote, and such a signal may be one to all processes of a job.
         """
         signal.set_wakeup_fd(self._wake_write.fileno())
-        for number in _OWN_SIGNALS:
+        for number in SIGNALS_TO_END:
             signal.signal(number, _only_wake)
         told = False
         while not told or any(guardian.children for guardian in self._guardians):
@@ -148,7 +152,7 @@ class Zygote:
         The process between the two ends at once, and the kernel gives its child to the guardian.
         """
         ours, theirs = os.pipe()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_TO_END)
         try:
             between = os.fork()
         except OSError:
@@ -170,9 +174,9 @@ class Zygote:
             die_with_parent(self._guardian_pid)
             lead_group()
             self._close()
-            for number in _OWN_SIGNALS:
+            for number in SIGNALS_TO_END:
                 signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         if between == 0:
             return True
         os.close(theirs)
@@ -194,7 +198,7 @@ class Zygote:
     def _fork(self, guardian: _Guardian, given: list[int]) -> bool:
         """Fork; true in the child."""
         # A signal for the child that comes at once must not ring our bell, which it inherits.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_TO_END)
         try:
             pid = os.fork()
         except OSError as error:
@@ -204,9 +208,9 @@ class Zygote:
             die_with_parent(self._pid)
             lead_group()
             self._close()
-            for number in _OWN_SIGNALS:
+            for number in SIGNALS_TO_END:
                 signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         if pid == 0:
             return True
         _close_all(given)
@@ -269,7 +273,7 @@ def become_trainer(request: Frame) -> None:
     for target, fd in enumerate((stdin, stdout, stderr)):
         os.dup2(fd, target)
         os.close(fd)
-    for number in _OWN_SIGNALS:
+    for number in SIGNALS_TO_END:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):

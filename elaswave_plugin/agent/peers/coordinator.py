@@ -32,11 +32,11 @@ from elaswave_plugin.core.agreement.effects import (
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.lease import Lease
-from elaswave_plugin.core.agreement.messages import Committed, Message
+from elaswave_plugin.core.agreement.messages import Message
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.reporter import FIRST_NODES
 from elaswave_plugin.core.agreement.timeouts import Heartbeat
-from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
+from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Beat, FromPeer, Goodbye
@@ -59,7 +59,7 @@ class TrainerSide(Protocol):
 
     def ring(self, ring: Ring) -> None: ...
 
-    def deliver(self, committed: Committed, path: tuple[MembershipView, ...]) -> None: ...
+    def deliver(self, news: Deliver) -> None: ...
 
     def started(self) -> None: ...
 
@@ -276,8 +276,7 @@ class Coordinator:
             case Ring():
                 self._trainer_side.ring(effect)
             case Deliver():
-                path = (*effect.skipped, effect.committed.proposal.view)
-                self._trainer_side.deliver(effect.committed, path)
+                self._trainer_side.deliver(effect)
             case Dismiss():
                 self._trainer_side.dismiss(effect.slot)
             case Fence():

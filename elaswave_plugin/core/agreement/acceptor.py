@@ -69,6 +69,21 @@ class Acceptor(Reporter, ABC):
         """Return whether the newest trainer of an own slot is in the view that was proposed."""
         return self.proposed is not None and self.worker(slot) in self.proposed
 
+    def missed(self, slot: int, epoch: int) -> Deliver | None:
+        """Return what an own trainer that knows the views up to `epoch` was not told.
+
+        That ends with the newest commit: a leader's history may go on with views that it has
+        adopted, and that are not committed yet.
+        """
+        last = self.last
+        if last is None or epoch >= last.proposal.view.epoch:
+            return None
+        if self.worker(slot) not in last.proposal.view:
+            return None
+        between = range(epoch + 1, last.proposal.view.epoch)
+        skipped = tuple(view for view in self.history if view.epoch in between)
+        return Deliver(committed=last, skipped=skipped)
+
     # ---- what an agreement adds ---------------------------------------------------------------
 
     @abstractmethod
