@@ -195,14 +195,21 @@ def test_that_nobody_listens_any_more_is_told_at_once(case: Case, who: str) -> N
     assert evidence.endswith("; nobody listens at its address any more")
 
 
-def test_one_that_is_there_and_gives_no_link_is_asked_again_and_not_gone(case: Case) -> None:
-    """Silence decides: it may not have heard yet that this node has a part in the job."""
+def test_one_that_counts_this_node_out_is_gone_after_the_grace(case: Case) -> None:
     case.low.refuses = "node 1 has no part in the job"
     case.high.links.want({0: case.low.address})
-    case.run_for(2 * GRACE_S)
-    assert not case.high.opened and not case.high.gone
+    took_s = case.until(lambda: case.high.gone)
+    assert GRACE_S <= took_s < GRACE_S + 0.5
+    assert case.high.gone[0] == (0, "node 1 has no part in the job")
+    assert not case.high.opened
+
+
+def test_one_that_has_not_heard_yet_of_this_node_is_asked_again(case: Case) -> None:
+    case.low.refuses = "node 1 has no part in the job"
+    case.high.links.want({0: case.low.address})
+    case.run_for(GRACE_S / 2)
     case.low.refuses = None
-    assert case.until(lambda: case.high.opened) < 2 * GRACE_S
+    assert case.until(lambda: case.high.opened) < GRACE_S / 2
     assert not case.high.gone
 
 

@@ -1,6 +1,7 @@
 """A worker that was stopped, given up, and goes on: nothing of it reaches the others any more."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -128,8 +129,8 @@ def test_a_zombie_delivers_nothing(undead: Undead, reference: Reference) -> None
     assert {r["epoch"] for r in (*files.steps, *files.ledger) if r["slot"] == ZOMBIE} == {1}
     # Not even that of the step whose bytes it had.
     assert not [r for r in files.steps if r["slot"] == ZOMBIE and r["time_s"] > awake_s]
-    # It saw its links closed by all others, and a node of four is no majority.
-    assert "only 1 of 4 nodes can be reached, which is no majority" in run.output
+    # Those that may lead count it out; of the fourth it may not have heard by then.
+    assert re.search("only [12] of 4 nodes can be reached, which is no majority", run.output)
 
 
 @proves(Kind.ZOMBIE, Promise.EQUAL)

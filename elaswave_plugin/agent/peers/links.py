@@ -46,7 +46,7 @@ class Listener(Protocol):
         """There is a new link with its agent, which knows of the view `epoch`."""
 
     def on_gone(self, node: int, evidence: str) -> None:
-        """Nobody is there any more: said again as long as the node is wanted."""
+        """Nobody is there, or it counts this node out: said again as long as it is wanted."""
 
 
 @dataclass(slots=True)
@@ -181,7 +181,10 @@ class Links:
             send_frame(sock, {"t": LINK, "peer": self._own, "epoch": self._listener.epoch})
             answer = receive_frame(sock, DIAL_S)
             if answer.get("t") != "linked":
-                raise ConnectionError(str(answer.get("error", "it answers something else")))
+                sock.close()
+                why = str(answer.get("error", "it answers something else"))
+                self._reactor.post(partial(self._refused, node, why))
+                return
             peer: Peer = from_json(Peer, answer["peer"])
             epoch = int(answer["epoch"])
         except (OSError, ValueError, LookupError) as error:
@@ -196,6 +199,13 @@ class Links:
             self.take(peer, sock, epoch)
         else:
             sock.close()
+
+    def _refused(self, node: int, why: str) -> None:
+        """It lives, and counts this node out; or has not heard yet that this one came."""
+        down = self._down.get(node)
+        if down is not None and time.monotonic() >= down.since_s + self._grace_s:
+            self._listener.on_gone(node, why)
+        self._failed(node, why)
 
     def _failed(self, node: int, why: str | None) -> None:
         self._dialling.discard(node)
