@@ -51,10 +51,8 @@ class Standby:
         agreement, common = self._common.agreement, self._common
         if common.exit_code is not None or not self._idle:
             return
-        empty = [slot for slot in agreement.nodes.without_agent if slot in agreement.nodes.empty]
-        empty = [slot for slot in empty if agreement.nodes.empty[slot] != NOBODY_CAME]
-        lost = [slot for slot in agreement.nodes.without_agent if slot not in agreement.nodes.empty]
-        free = sorted({*empty, *lost} - {*agreement.committed.ranks})
+        lost = [slot for slot, why in agreement.nodes.without_agent.items() if why != NOBODY_CAME]
+        free = sorted({*lost} - {*agreement.committed.ranks})
         if free and agreement.started and not agreement.ending and not self._asks:
             self._ask(tuple(free[: len(self._idle)]))
         common.reactor.after(_LOOK_EVERY_S, self._look)
