@@ -146,6 +146,8 @@ class Bench:
             "p99_ms": {way: percentile(values, 0.99) for way, values in made.items()},
             "verified_ms": {way: median(values) for way, values in verified.items()},
             "per_node": min(layout.world, self._per_node),
+            # The processor time of a typical worker, all its threads together.
+            "busy_ms": 1e3 * median(row["busy_s"] for row in rows if row["what"] == "edit"),
             "floor_ms": floor_ms(layout.world, self._per_node, FLOOR_ROUNDS),
             "ratio_full": typical["full"] / typical["edit"],
             "ratio_partial": typical["partial"] / typical["edit"],

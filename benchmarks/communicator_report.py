@@ -13,7 +13,7 @@ from rich.table import Table
 def show(result: dict[str, Any], console: Console) -> None:
     """Print every figure."""
     table = Table(title="loss of one worker, ms, slowest survivor, median (with verification)")
-    names = ("workers", "full rebuild", "partial", "edit", "bare messages")
+    names = ("workers", "full rebuild", "partial", "edit", "its processor time", "bare messages")
     for name in (*names, "full/edit", "partial/edit"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
@@ -24,6 +24,7 @@ def show(result: dict[str, Any], console: Console) -> None:
                 f"{row[f'{way}_ms']:.1f} ({verified[way]:.1f})"
                 for way in ("full", "partial", "edit")
             ),
+            f"{row['busy_ms']:.1f}",
             f"{row['floor_ms']:.1f}",
             f"{row['ratio_full']:.1f} ({verified['full'] / verified['edit']:.1f})",
             f"{row['ratio_partial']:.1f} ({verified['partial'] / verified['edit']:.1f})",

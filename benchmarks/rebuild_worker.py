@@ -126,13 +126,14 @@ class Departures:
             member.leave()
         gone = member.view.ranks.index(victim)
         native.arrive(f"{number}/edit", live)
+        busy_s = time.process_time()
         member.wait_for_change(lambda: dist.recv(torch.ones(1), gone))
         member.follow()
-        made_at_s = time.monotonic()
+        made_at_s, busy_s = time.monotonic(), time.process_time() - busy_s
         native.wait_for(f"{number}/edited", live - 1)
         verify_s = verify(own)
-        figures = {"victim": victim, "made_at_s": made_at_s, "verify_s": verify_s}
-        member.write(what="edit", run=number, **figures)
+        figures = {"made_at_s": made_at_s, "busy_s": busy_s, "verify_s": verify_s}
+        member.write(what="edit", run=number, victim=victim, **figures)
         member.uninstall()
 
 

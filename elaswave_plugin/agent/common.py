@@ -13,6 +13,7 @@ from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Encoder
 from elaswave_plugin.tracking.async_log import AsyncLog
 
 
@@ -36,6 +37,7 @@ class Common:
     respawn: int = 0
     exit_code: int | None = None
     completed: int = 0
+    encode: Encoder = field(default_factory=Encoder)
     coordinator: Coordinator = field(init=False)
 
     @property

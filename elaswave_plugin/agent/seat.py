@@ -206,15 +206,14 @@ class Seat:
             self._answer(None)
 
     def _propose(self, ring: Ring) -> None:
-        self.trainer.send(
-            said.Propose(
-                epoch=ring.ballot.epoch,
-                reason=ring.reason,
-                within_s=self._common.spec.timeouts.quiesce_timeout_s,
-                boundary=ring.boundary,
-                before_step=ring.before_step,
-            )
+        message = said.Propose(
+            epoch=ring.ballot.epoch,
+            reason=ring.reason,
+            within_s=self._common.spec.timeouts.quiesce_timeout_s,
+            boundary=ring.boundary,
+            before_step=ring.before_step,
         )
+        self.trainer.send_encoded(self._common.encode(message))
 
     def deliver(self, news: Deliver) -> None:
         """A view is committed with this worker in it; one that enters is told of all before."""
@@ -226,7 +225,8 @@ class Seat:
             trainer.delivered = True
             self._common.on_change()
         self.board.committed((*before, view), time.time())
-        trainer.send(said.NewView(before=before, view=view, payload=committed.payload))
+        message = said.NewView(before=before, view=view, payload=committed.payload)
+        trainer.send_encoded(self._common.encode(message))
 
     def started(self) -> None:
         """Every trainer of the job has sealed its first snapshot."""

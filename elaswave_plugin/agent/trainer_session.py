@@ -179,6 +179,11 @@ class TrainerSession:
         if self.control is not None:
             self.control.send(message)
 
+    def send_encoded(self, data: bytes) -> None:
+        """The same, for what several are told and was encoded once."""
+        if self.control is not None:
+            self.control.send_encoded(data)
+
     def attach(
         self,
         reactor: Reactor,

@@ -42,6 +42,19 @@ def encode(frame: Frame | WireMessage) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+class Encoder:
+    """Encodes once what many are told one after the other, of parts that never change."""
+
+    def __init__(self) -> None:
+        self._last: tuple[WireMessage | None, bytes] = (None, b"")
+
+    def __call__(self, message: WireMessage) -> bytes:
+        """Return its bytes."""
+        if message != self._last[0]:
+            self._last = message, encode(message)
+        return self._last[1]
+
+
 class FrameBuffer:
     """Cuts a stream into frames; what is left of an unfinished one stays inside."""
 
