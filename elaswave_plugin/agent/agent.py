@@ -35,14 +35,14 @@ from elaswave_plugin.agent.snapshot_server import SnapshotServer
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.agent.standby import Standby
 from elaswave_plugin.agent.status_board import describe_change
-from elaswave_plugin.agent.way_in import Admitted, SlotRefusedError, seek_admission
+from elaswave_plugin.agent.way_in import Admitted, SlotRefusedError, env_in, seek_admission
 from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.codec import from_json, to_json
-from elaswave_plugin.core.layout.reserve import built_among, vacant
+from elaswave_plugin.core.layout.reserve import vacant
 from elaswave_plugin.errors import (
     EXIT_CONFIGURATION,
     EXIT_FAILED,
@@ -510,14 +510,8 @@ def _as_stored(spec: AgentSpec, stored: Frame) -> AgentSpec:
 
 def _with_place(spec: AgentSpec, place: int, slot: int) -> AgentSpec:
     """The spec with what a slot makes of torchrun's variables in a place."""
-    env = dict(spec.envs[place])
-    # A script knows ranks of the launch only.
-    rank = built_among(slot, range(int(env["WORLD_SIZE"]))).index(slot)
-    node = spec.rendezvous.node
-    of_the_place = {"RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": node, "NODE_RANK": node}
-    env |= {name: str(value) for name, value in of_the_place.items()}
-    envs = (*spec.envs[:place], env, *spec.envs[place + 1 :])
-    return replace(spec, envs=envs)
+    env = env_in(spec.envs[place], slot, spec.rendezvous.node)
+    return replace(spec, envs=(*spec.envs[:place], env, *spec.envs[place + 1 :]))
 
 
 def ended_early(number: int, frame: object) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_plugin.agent.agent_spec import AgentSpec
-from elaswave_plugin.agent.peers.links import LINK
+from elaswave_plugin.agent.peers.links import greet
 from elaswave_plugin.core.agreement.messages import Welcome
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.layout.reserve import built_among
@@ -23,7 +23,7 @@ from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.requests import request
 from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.ipc.wire import Frame, connect, receive_frame, send_frame
+from elaswave_plugin.ipc.wire import Frame, connect, receive_frame
 
 _ANSWER_S = 5.0
 _ASK_AGAIN_S = 0.1
@@ -166,30 +166,27 @@ def _attempt(
         spec,
         rendezvous=replace(spec.rendezvous, node=node, slots=slots),
         envs=tuple(
-            env_in(env, roster, slot, node) for env, slot in zip(spec.envs, slots, strict=True)
+            env_in({**env, **roster.record["env"]}, slot, node)
+            for env, slot in zip(spec.envs, slots, strict=True)
         ),
     )
     return Admitted(spec=placed, welcome=welcome, kept=kept, links=[(peer, sock)])
 
 
-def env_in(env: Mapping[str, str], roster: Roster, slot: int, node: int) -> dict[str, str]:
+def env_in(env: Mapping[str, str], slot: int, node: int) -> dict[str, str]:
     """An environment with what its slot and node make of torchrun's variables."""
-    env = {**env, **roster.record["env"]}
     # A script knows ranks of the launch only.
     rank = built_among(slot, range(int(env["WORLD_SIZE"]))).index(slot)
     of_the_place = {"RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": node, "NODE_RANK": node}
-    return env | {name: str(value) for name, value in of_the_place.items()}
+    return {**env, **{name: str(value) for name, value in of_the_place.items()}}
 
 
 def _link(own: Peer, address: str, secret: Secret) -> tuple[Peer, socket.socket]:
     sock = connect(address, _ANSWER_S)
     try:
         prove(sock, secret, Kind.SERVER, node=own.node)
-        send_frame(sock, {"t": LINK, "peer": own, "epoch": 0})
-        answer = receive_frame(sock, _ANSWER_S)
-        if answer.get("t") != "linked":
-            raise ConnectionError(str(answer.get("error", "no link")))
-        return from_json(Peer, answer["peer"]), sock
+        peer, _ = greet(sock, own, 0, _ANSWER_S)
+        return peer, sock
     except BaseException:
         sock.close()
         raise

@@ -162,12 +162,9 @@ class Coordinator:
             self._trainer_side.started()
         self._set_alarm()
 
-    def take_link(self, peer: Peer, sock: socket.socket, epoch: int) -> str | None:
-        """Use the link that another agent has opened; say why not where it has no part here."""
-        if not self.agreement.nodes.lives(peer.node):
-            return f"node {peer.node} has no part in this job, as far as node {self.own.node} knows"
+    def take_link(self, peer: Peer, sock: socket.socket, epoch: int) -> None:
+        """Use the link that another agent of the job has opened."""
         self._links.take(peer, sock, epoch)
-        return None
 
     def finish(self, timeout_s: float) -> None:
         """Say goodbye on every link, so that no last word is lost, and close."""

@@ -49,6 +49,23 @@ class Listener(Protocol):
         """Nobody is there, or it counts this node out: said again as long as it is wanted."""
 
 
+class LinkRefusedError(ConnectionError):
+    """The agent at the other end does not count this node in."""
+
+
+def greet(sock: socket.socket, own: Peer, epoch: int, timeout_s: float) -> tuple[Peer, int]:
+    """Make a connection with another agent, which both have proved, the link between both.
+
+    `epoch`: the newest view that is known here. Returns the other one, and the view that it knows.
+    Raises LinkRefusedError, OSError, and ValueError or LookupError for an answer that is none.
+    """
+    send_frame(sock, {"t": LINK, "peer": own, "epoch": epoch})
+    answer = receive_frame(sock, timeout_s)
+    if answer.get("t") != "linked":
+        raise LinkRefusedError(str(answer.get("error", "it answers something else")))
+    return from_json(Peer, answer["peer"]), int(answer["epoch"])
+
+
 @dataclass(slots=True)
 class _Down:
     """A node without a link: what was seen of it last, and since when."""
@@ -176,22 +193,17 @@ class Links:
             prove(sock, self._secret, Kind.SERVER, node=self._own.node, timeout_s=DIAL_S)
             if node > self._own.node:
                 sock.close()  # it opens the link
-                self._reactor.post(partial(self._failed, node, None))
-                return
-            send_frame(sock, {"t": LINK, "peer": self._own, "epoch": self._listener.epoch})
-            answer = receive_frame(sock, DIAL_S)
-            if answer.get("t") != "linked":
-                sock.close()
-                why = str(answer.get("error", "it answers something else"))
-                self._reactor.post(partial(self._refused, node, why))
-                return
-            peer: Peer = from_json(Peer, answer["peer"])
-            epoch = int(answer["epoch"])
+                then = partial(self._failed, node, None)
+            else:
+                peer, epoch = greet(sock, self._own, self._listener.epoch, DIAL_S)
+                then = partial(self._dialled, peer, sock, epoch)
+        except LinkRefusedError as error:
+            sock.close()
+            then = partial(self._refused, node, str(error))
         except (OSError, ValueError, LookupError) as error:
             sock.close()
-            self._reactor.post(partial(self._failed, node, str(error)))
-            return
-        self._reactor.post(partial(self._dialled, peer, sock, epoch))
+            then = partial(self._failed, node, str(error))
+        self._reactor.post(then)
 
     def _dialled(self, peer: Peer, sock: socket.socket, epoch: int) -> None:
         self._dialling.discard(peer.node)

@@ -32,6 +32,7 @@ from elaswave_plugin.core.agreement.messages import (
     Accuse,
     Admit,
     AllSealed,
+    Ballot,
     Begun,
     Committed,
     Detached,
@@ -87,22 +88,11 @@ class Agreement(Candidate):
     def of_newcomer(cls, welcome: Welcome, node: int, *, timeouts: Timeouts, life: int) -> Self:
         """Create the part of an agent that comes to a running job, from what it has missed."""
         new = cls(node=node, nodes=welcome.nodes, timeouts=timeouts, life=life)
-        new.nodes = Nodes(
-            welcome.nodes, welcome.lost, welcome.empty, unused_node=welcome.unused_node
-        )
-        new.history = list(welcome.history)
+        new._begin_with(welcome, welcome.ballot)
         for worker in welcome.workers:
             new.seats[worker.slot].incarnation = worker.incarnation
-        new._sure_epoch = new._known_epoch = new.committed.epoch
-        new.promised, new.accepted = welcome.ballot, welcome.accepted
-        new._highest_epoch = max(welcome.ballot.epoch, new.committed.epoch)
-        # Its trainers are told the whole history when they enter.
-        new._applied_epoch = new.committed.epoch
-        new._elected, new._must_propose = None, False
-        new.addresses = dict(welcome.addresses)
-        new._reports.incarnations |= welcome.incarnations
-        new._news.append(AllSealed())
-        new._learn_news(AllSealed(), 0.0)
+        new.accepted = welcome.accepted
+        new._know_start()
         return new
 
     @classmethod
@@ -114,18 +104,11 @@ class Agreement(Candidate):
         Each of them tells what it has done; `trainer_starts` is not called for them.
         """
         new = cls(node=node, nodes=record.nodes, timeouts=timeouts, life=life)
-        new.nodes = Nodes(record.nodes, record.lost, record.empty, unused_node=record.unused_node)
+        new._begin_with(record, record.promised)
         new.seats = {slot: replace(seat) for slot, seat in record.seats.items()}
-        new.history, new.last = list(record.history), record.last
-        new._sure_epoch, new._known_epoch = record.sure_epoch, record.known_epoch
-        new._applied_epoch = new.committed.epoch
-        new._highest_epoch = max(record.promised.epoch, new.committed.epoch)
-        new._elected, new._must_propose = None, False
-        new.addresses = dict(record.addresses)
-        new._reports.incarnations |= record.incarnations
+        new.last, new._known_epoch = record.last, record.known_epoch
         if record.started:
-            new._news.append(AllSealed())
-            new._learn_news(AllSealed(), 0.0)
+            new._know_start()
         new._asked_epoch = new.committed.epoch
         if record.accepted is not None and record.accepted.ballot.epoch > new.committed.epoch:
             new._accept(record.accepted, now_s)
@@ -133,6 +116,20 @@ class Agreement(Candidate):
         # The one that died may not have told them.
         new._effects += [Dismiss(slot=slot) for slot, seat in new.seats.items() if seat.dismissed]
         return new
+
+    def _begin_with(self, told: Welcome | Record, promised: Ballot) -> None:
+        """Begin in a running job, where all own trainers know, or are told, the views so far."""
+        self.nodes = Nodes(told.nodes, told.lost, told.empty, unused_node=told.unused_node)
+        self.history, self.promised = list(told.history), promised
+        self._sure_epoch = self._known_epoch = self._applied_epoch = self.committed.epoch
+        self._highest_epoch = max(promised.epoch, self.committed.epoch)
+        self._elected, self._must_propose = None, False
+        self.addresses = dict(told.addresses)
+        self._reports.incarnations |= told.incarnations
+
+    def _know_start(self) -> None:
+        self._news.append(AllSealed())
+        self._learn_news(AllSealed(), 0.0)
 
     @property
     def to_store(self) -> tuple[object, ...]:
@@ -149,7 +146,6 @@ class Agreement(Candidate):
             accepted=self.accepted,
             last=self.last,
             history=tuple(view for view in self.history if view.epoch <= self._sure_epoch),
-            sure_epoch=self._sure_epoch,
             known_epoch=self._known_epoch,
             started=self.started,
             seats={slot: replace(seat, fence_at_s=None) for slot, seat in self.seats.items()},

@@ -19,16 +19,15 @@ class Record:
     """A node's part in the agreement, as far as its next agent has to know it.
 
     Ballots below `promised` do not count; `accepted`: the proposal of the highest ballot; `last`:
-    the newest commit, whose views the node's trainers may not have been told of; `sure_epoch` and
-    `known_epoch` as in `Acceptor`; `seats`: the own slots. The rest is
-    as in `Welcome`.
+    the newest commit, whose views the node's trainers may not have been told of; `known_epoch` as
+    in `Acceptor`; `seats`: the own slots; `history` ends with the newest view that is certainly
+    committed. The rest is as in `Welcome`.
     """
 
     promised: Ballot
     accepted: Proposal | None
     last: Committed | None
     history: tuple[MembershipView, ...]
-    sure_epoch: int
     known_epoch: int
     started: bool
     seats: dict[int, Seat]
