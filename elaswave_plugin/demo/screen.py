@@ -66,7 +66,7 @@ class RunScreen:
         elif kind == "view_proposed" and self._fault_s is not None:
             # No worker can time this phase: it lies between the victim and the survivors.
             self._detect_s, self._fault_s = event["time_s"] - self._fault_s, None
-        elif kind == "view_committed":
+        elif kind == "view_committed" and not event.get("again"):
             self._view(event)
         elif kind == "entered":
             built = f"built in {event['beside_s']:.1f} s beside the training"

@@ -1,7 +1,7 @@
 """A run as its files tell it: its lines, the attempts that count, the first steps of views."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE, read_lines
 
 Record = dict[str, Any]
+COMMITTED = "view_committed"
 # The files of a run, in the order of RunFiles, and what each of their records has.
 _FILES = (
     (EVENTS_FILE, ("kind", "time_s")),
@@ -44,7 +45,20 @@ def read_run(directory: Path) -> RunFiles:
                 " (--elaswave-dir, or OUT/run of the demo)"
             )
     events, steps, ledger = (_records(directory / name, fields) for name, fields in _FILES)
-    return RunFiles(directory=directory, events=events, steps=steps, ledger=ledger)
+    return RunFiles(
+        directory=directory, events=tuple(_told_once(events)), steps=steps, ledger=ledger
+    )
+
+
+def _told_once(events: Sequence[Record]) -> Iterator[Record]:
+    """Leave out commits that an agent's next life tells again, where they were told before."""
+    told: set[int] = set()
+    for event in events:
+        if event["kind"] == COMMITTED:
+            if event.get("again") and event["epoch"] in told:
+                continue
+            told.add(event["epoch"])
+        yield event
 
 
 def _records(path: Path, fields: Sequence[str]) -> tuple[Record, ...]:

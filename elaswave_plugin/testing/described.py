@@ -76,6 +76,8 @@ def describe_note(note: Note) -> str | None:
             return f"says that {fields['by']} has stopped it"
         case "detached":
             return f"says that {fields['slot']} is detached"
+        case "view_committed" if fields.get("again"):
+            return f"tells again of view {fields['epoch']}"
         case "worker_raised":
             return f"shows what worker {fields['slot']} raised {fields['when']}"
         case _:

@@ -269,3 +269,16 @@ def test_batches_that_ramp_up_are_counted_by_where_each_ends(
     run = read_run(make_run(tmp_path / "run", killed=True, change=ramp))
     got = summarize(run, None, steps=STEPS, global_batch=None)
     assert (got["samples_lost"], got["samples_repeated"]) == (int(missing is not None), 0)
+
+
+def test_a_commit_that_was_told_again_counts_once(tmp_path: Path) -> None:
+    """The leader's agent died after a commit; whether its line was written nobody can know."""
+    lines = [{"epoch": 1, "ranks": [0, 1]}, {"epoch": 2, "ranks": [0]}]
+    run = make_run(tmp_path / "run", killed=True)
+    with open(run / "events.jsonl", "a") as file:
+        for line in [*lines, {"epoch": 3, "ranks": [0, 3]}]:
+            again = {"kind": "view_committed", "time_s": 99.0, "reason": "", "again": True, **line}
+            file.write(json.dumps(again) + "\n")
+    told = read_run(run).of_kind("view_committed")
+    assert [one["epoch"] for one in told] == [1, 2, 3]
+    assert [one.get("again", False) for one in told] == [False, False, True]

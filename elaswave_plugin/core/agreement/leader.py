@@ -113,7 +113,10 @@ class Agreement(Candidate):
         if record.accepted is not None and record.accepted.ballot.epoch > new.committed.epoch:
             new._accept(record.accepted, now_s)
         new.promised, new.accepted = record.promised, record.accepted
-        # The one that died may not have told them.
+        if record.last is not None and record.last.proposal.ballot.leader == node:
+            # The one that died may have written of it to no file yet.
+            new._note_commit(record.last.proposal.view, again=True)
+        # Nor may it have told them.
         new._effects += [Dismiss(slot=slot) for slot, seat in new.seats.items() if seat.dismissed]
         return new
 
@@ -446,14 +449,19 @@ class Agreement(Candidate):
         self._outside.clear()
         self._common_epoch = proposal.view.epoch
         self._broadcast(committed)
+        self._note_commit(proposal.view)
+        self._on_committed(committed)
+
+    def _note_commit(self, view: MembershipView, **more: object) -> None:
+        ranks = list(view.ranks)
         self._note(
             "view_committed",
-            epoch=proposal.view.epoch,
-            ranks=list(proposal.view.ranks),
-            reason=proposal.view.reason,
+            epoch=view.epoch,
+            ranks=ranks,
+            reason=view.reason,
             by=self.node,
+            **more,
         )
-        self._on_committed(committed)
 
     def _let_in(self, applicant: Applicant) -> None:
         workers = tuple(
