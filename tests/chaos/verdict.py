@@ -98,7 +98,9 @@ def _check_detections(run: Outcome) -> None:
 def _lost_nodes(played: Played) -> set[int]:
     """Launchers that were killed, by their numbers: those of the nodes first, then joiners."""
     run = played.outcome
-    begun = [*run.events("job_started"), *run.events("node_joins")]
+    # Launchers that start at once write in any order.
+    begun = sorted(run.events("job_started"), key=lambda one: int(one["node"]))
+    begun += run.events("node_joins")
     numbers = {one["launcher_pid"]: number for number, one in enumerate(begun)}
     by_pid = {one["pid"]: one["node"] for one in run.events("worker_started")}
     homes = {one["node"]: one["guardian_pid"] for one in run.events("agent_started")}
