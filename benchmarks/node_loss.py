@@ -1,4 +1,4 @@
-"""What the loss of a worker, of a node and of the leader's node takes, of four nodes here.
+"""Times the loss of a worker, of a node and of the leader's node, of four nodes here.
 
 python -m benchmarks.node_loss [--runs 5] [--json FILE]
 

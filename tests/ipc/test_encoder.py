@@ -1,4 +1,4 @@
-"""What many trainers are told one after the other is encoded once, and never taken for another."""
+"""A message for many trainers is encoded once, and never taken for another one."""
 
 from elaswave_plugin.ipc.frames import Propose
 from elaswave_plugin.ipc.wire import Encoder, encode
