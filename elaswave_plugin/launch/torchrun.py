@@ -1,7 +1,7 @@
 """`torchrun ... -m elaswave_plugin.run script.py args`: a worker's task under a launcher.
 
 The launcher (torchrun, or any other that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-GROUP_RANK, the first two by Open MPI's names too) starts this in the worker's place; it starts the
+GROUP_RANK, or Open MPI's or Slurm's names of them) starts this in the worker's place; it starts the
 trainer and outlives it. The first task of a node is the node's guardian, the others serve it.
 """
 
@@ -41,6 +41,7 @@ from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
 from elaswave_plugin.launch.guarded_node import GuardedNode
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
 from elaswave_plugin.launch.launch import connect_zygote
+from elaswave_plugin.launch.launcher_names import torchrun_names
 from elaswave_plugin.launch.options import (
     ScriptSettings,
     add_timeouts,
@@ -57,13 +58,6 @@ from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed
 from elaswave_plugin.launch.task import Task, be_task, meeting_name, tasks_of_node
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What Open MPI's mpirun calls what torchrun sets.
-_OF_OPEN_MPI = (
-    ("RANK", "OMPI_COMM_WORLD_RANK"),
-    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)
 # What launchers set alike for all workers of a job, and otherwise for other jobs.
 _NAMES_OF_A_JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -105,7 +99,7 @@ def supervise(
     worker, a port is taken, the notice file is there already, or the run directory is another
     job's or cannot be made.
     """
-    env = {**{ours: env[name] for ours, name in _OF_OPEN_MPI if name in env}, **env}
+    env = torchrun_names(env)
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
     port = getattr(options, "elaswave_control_port", None)
@@ -272,7 +266,8 @@ def _rendezvous(
     if missing:
         raise ConfigurationError(
             f"{', '.join(missing)} not set: start this with torchrun, with mpirun and"
-            " `-x MASTER_ADDR=HOST -x MASTER_PORT=PORT`, or use `elaswave run` without either"
+            " `-x MASTER_ADDR=HOST -x MASTER_PORT=PORT`, with srun and these two exported, or use"
+            " `elaswave run` without any of them"
         )
     reserve = read_reserve(env)
     # torchrun's name of the node's rank, and the DeepSpeed launcher's.

@@ -95,6 +95,29 @@ def test_mpiruns_variables_are_read(tmp_path: Path) -> None:
         job.launchers[1].terminate()
 
 
+def test_sruns_variables_are_read(tmp_path: Path) -> None:
+    """Of two tasks on node 0 and one on node 1, as Slurm 22.05 sets them."""
+    port = free_port()
+    with Job(tmp_path / "job", 3, TINY_RESPAWN="1") as job:
+        for rank, (node, place) in enumerate([(0, 0), (0, 1), (1, 0)]):
+            of_srun = {
+                **{"PROCID": rank, "NTASKS": 3, "LOCALID": place, "NODEID": node},
+                **{"JOB_ID": 7, "STEP_ID": 0, "STEP_TASKS_PER_NODE": "2,1"},
+            }
+            env = [f"SLURM_{name}={value}" for name, value in of_srun.items()]
+            env += ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", f"ELASWAVE_DIR={job.run_dir}"]
+            words = [sys.executable, "-m", "elaswave_plugin.run", str(TRAINER)]
+            job.launch(command=["env", *env, *words])
+        job.joined()
+        job.kill(1)
+        job.all("commit", [0, 2], epoch=2)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        detached = job.one("detached", 1)
+        assert [detached["env"][name] for name in names] == ["1", "1", "3", "2", "0"]
+        assert job.finish([0, 2]) == 0
+        job.launchers[1].terminate()
+
+
 @proves(Kind.JOIN, Promise.GOES_ON)
 @pytest.mark.slow
 def test_a_job_of_torchrun_grows(tmp_path: Path) -> None:
