@@ -1,4 +1,4 @@
-# demo, check, test, faults, matrix, chaos, gpu, lint, docs: each makes .venv first when it is missing or stale.
+# demo, check, test, faults, matrix, chaos, slurm, gpu, lint, docs: each makes .venv first when it is missing or stale.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where torch comes from, if not from pip's own index (an index with CPU builds, say).
@@ -15,7 +15,7 @@ EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
 DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo check test faults matrix chaos gpu gpu-bundle lint docs clean
+.PHONY: demo check test faults matrix chaos slurm gpu gpu-bundle lint docs clean
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -37,6 +37,10 @@ matrix: $(STAMP)
 
 chaos: $(STAMP)
 	$(VENV)/bin/python -m tests.chaos $(ARGS)
+
+# Jobs under a real Slurm on this machine (as root, with slurm-wlm and munge); in `make faults` too.
+slurm: $(STAMP)
+	$(VENV)/bin/python -m pytest -q -m "slow or not slow" tests/schedulers $(ARGS)
 
 # The kit for a machine with GPUs, in at most 25 minutes; ARGS=--stand-ins for the CPU. docs/gpu.md
 gpu: $(STAMP)

@@ -31,6 +31,7 @@ FAULTS = (
     "tests/faults",
     "tests/deepspeed",
     "tests/rehearsal",
+    "tests/schedulers",
     "tests/adapters/megatron_lm",
     # Runs of the kit, each with processes of its own.
     "tests/gpu/test_kit.py",

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = (
     ("faults/", "Megatron-Core"),
     ("demo/", "Megatron-Core"),
+    ("schedulers/", "Megatron-Core"),
     ("deepspeed/", "DeepSpeed"),
     ("adapters/megatron_lm/", "Megatron-LM"),
     ("rehearsal/", "rehearsals"),

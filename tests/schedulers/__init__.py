@@ -1,0 +1,1 @@
+"""Jobs under the schedulers of clusters, real ones that run on this host."""
