@@ -1,5 +1,6 @@
 """Batch scripts that train the tiny GPT under srun, and what such a job has left behind."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -95,11 +96,12 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
 
 def _in_use(path: str) -> bool:
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            opened = [os.readlink(one) for one in (process / "fd").iterdir()]
-            mapped = (process / "maps").read_text()
-        except OSError:  # it ends meanwhile
-            continue
-        if path in mapped or path in opened:
-            return True
+        # Processes end meanwhile, and files are closed.
+        with contextlib.suppress(OSError):
+            if path in (process / "maps").read_text():
+                return True
+            for opened in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(opened) == path:
+                        return True
     return not os.path.exists(path)

@@ -326,5 +326,5 @@ class Slurm:
 def _is_running(process: psutil.Process) -> bool:
     """Tell whether a process has not ended, whoever may still have to take note of its end."""
     with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

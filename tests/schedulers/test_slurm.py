@@ -18,10 +18,11 @@ from tests.proofs import Kind, Promise, proves
 from tests.schedulers.batch import LAUNCHERS, Submitted, left_in_shared_memory, submit
 from tests.schedulers.slurm import OVER, Slurm
 
-pytestmark = pytest.mark.timeout(240)
+# Above all waits of a test together: what hangs is then told by the wait that it hangs in.
+pytestmark = pytest.mark.timeout(400)
 SPEC = JobSpec(steps=80, dump="last")
 ENDLESS = JobSpec(nodes=4, steps=100_000, dump="never")
-START_S = 60.0
+START_S = 100.0
 SUSPENDED_S = 10.0
 # All wait in the batch of this step, once it was announced, until a file is there.
 HOLD = """
