@@ -57,14 +57,24 @@ class Lease:
             known_s = self._heard_by.get(node, float("-inf"))
             self._heard_by[node] = max(known_s, self._sent_s[number])
 
-    def lead(self, *, own: Hashable, voters: Collection[Hashable], now_s: float) -> None:
-        """Extend the leader's own lease (node ``own``): most voting nodes must have heard it."""
+    def lead(
+        self,
+        *,
+        own: Hashable,
+        voters: Collection[Hashable],
+        now_s: float,
+        most_s: float = float("inf"),
+    ) -> None:
+        """Extend the leader's own lease (node ``own``): most voting nodes must have heard it.
+
+        ``most_s``: when the lease of the job as a whole ends, where it has one.
+        """
         heard_s = [self._heard_by.get(node, float("-inf")) for node in voters if node != own]
         heard_s.sort(reverse=True)
         # Together with the own node, if that votes, they are more than half.
         needed = len(voters) // 2 + 1 - (own in voters)
         since_s = now_s if needed == 0 else heard_s[needed - 1]
-        self.until_s = max(self.until_s, since_s + self._lasts_s)
+        self.until_s = max(self.until_s, min(since_s + self._lasts_s, most_s))
 
     def left_s(self, now_s: float) -> float:
         """Return the seconds that it still holds; 0 if it does not."""
