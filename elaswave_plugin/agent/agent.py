@@ -15,12 +15,14 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from elaswave_plugin.agent.agent_spec import AgentSpec
 from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.keeper import Keeper, Notice
 from elaswave_plugin.agent.notice_file import watch_notice_file
 from elaswave_plugin.agent.peers.coordinator import Coordinator
+from elaswave_plugin.agent.peers.job_lease import JobLease
 from elaswave_plugin.agent.peers.job_summary import Changes, job_summary, sums_up
 from elaswave_plugin.agent.peers.links import LINK
 from elaswave_plugin.agent.peers.rendezvous import (
@@ -46,6 +48,7 @@ from elaswave_plugin.core.layout.reserve import vacant
 from elaswave_plugin.errors import (
     EXIT_CONFIGURATION,
     EXIT_FAILED,
+    EXIT_LEFT_OUT,
     EXIT_REQUEUE,
     AgreementError,
     ConfigurationError,
@@ -103,6 +106,9 @@ class Agent:
         self._known: set[tuple[str, int, int]] = set()
         self._record: Record | None = None
         self._sums_up = False
+        # With which the whole job has ended, where it has.
+        self._job_code: int | None = None
+        self._stops = False
         self._keep_secret()
 
     def run(self) -> int:
@@ -112,6 +118,7 @@ class Agent:
         # Trainers come before the others have met; what they say waits until then.
         self._server.start()
         links: list[tuple[Peer, socket.socket]]
+        self._job_lease = self._begin_job_lease()
         try:
             if stored is not None:
                 agreement, links = self._resumed(stored), []
@@ -139,6 +146,7 @@ class Agent:
             trainer_side=self,
             store=self._store,
             events=common.events,
+            job_lease=self._job_lease,
         )
         # From now on the guardian hands it on.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -171,6 +179,21 @@ class Agent:
             changes, started_s = self._coordinator.changes, common.constants["started_s"]
             say(job_summary(changes, common.completed, started_s, spec.run_dir))
         return EXIT_FAILED if common.exit_code is None else common.exit_code
+
+    def _begin_job_lease(self) -> JobLease | None:
+        """Renew the lease of the job from now on, where it has one and this node begins it."""
+        spec = self._spec
+        if spec.job_folder is None:
+            return None
+        lease = JobLease(
+            Path(spec.job_folder),
+            spec.job_life,
+            self._reactor,
+            leads=self._listener is not None,
+            on_over=lambda why: self._agreement.abandon(why, EXIT_REQUEUE),
+        )
+        lease.start()
+        return lease
 
     # ---- the ways into a job ------------------------------------------------------------------
 
@@ -280,7 +303,7 @@ class Agent:
             seat.take_signal(number, reason)
         if not self._seats:
             self._common.exit_code = 128 + number
-            self._reactor.stop()
+            self._stop()
 
     def _heed(self, reason: str) -> None:
         for seat in list(self._seats.values()):
@@ -481,6 +504,10 @@ class Agent:
         """The job is over: exit as soon as the trainers have."""
         common = self._common
         common.exit_code = exit_code
+        is_member = self._agreement.node in self._agreement.committed.nodes
+        # One that is cut off cannot tell whether the others go on.
+        if exit_code != EXIT_LEFT_OUT and is_member and self._coordinator.is_counted_in:
+            self._job_code = exit_code
         view, lost = self._agreement.committed, self._agreement.nodes.lost
         ended_well = exit_code == 0 and common.completed > 0
         self._sums_up = ended_well and sums_up(self._agreement.node, view, lost)
@@ -498,7 +525,15 @@ class Agent:
                 self._forget_seat(slot)
         lives = any(seat.trainer.lives for seat in self._seats.values())
         if self._common.exit_code is not None and not lives:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Leave the loop, once the end of the job is in its record, where it has one."""
+        if self._job_lease is None:
             self._reactor.stop()
+        elif not self._stops:
+            self._job_lease.finish(self._job_code, self._reactor.stop)
+        self._stops = True
 
 
 def _as_stored(spec: AgentSpec, stored: Frame) -> AgentSpec:

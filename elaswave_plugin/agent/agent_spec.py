@@ -17,7 +17,8 @@ class AgentSpec:
     `envs`: the environment of the trainer in each place of this node; the first places have the
     slots of the launch, `standby` more wait for slots that are lost elsewhere. `first_args`: what a
     launcher adds before the script's arguments in each place. `joins`: agents of a running job
-    ("host:port") in which the places take `wanted` slots, if they are free.
+    ("host:port") in which the places take `wanted` slots, if they are free. `job_folder`: that of
+    the job's record, where nodes share one, of which this is the life `job_life`.
     """
 
     rendezvous: RendezvousSpec
@@ -32,6 +33,8 @@ class AgentSpec:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     joins: tuple[str, ...] = ()
     wanted: tuple[int, ...] = ()
+    job_folder: str | None = None
+    job_life: int = 0
 
     def program_in(self, place: int) -> Program:
         """The program with the arguments that it has in a place."""

@@ -47,6 +47,8 @@ class Reception:
             "timeouts": asdict(spec.timeouts),
             "heartbeat": asdict(spec.heartbeat),
             "program": describe_program(spec.program),
+            "job_folder": spec.job_folder,
+            "job_life": spec.job_life,
         }
 
     def answer_roster(self, request: Frame) -> Frame:

@@ -61,6 +61,8 @@ MOST_ENTERED = 56
 _TEXTS = 1024
 _TEXT_BYTES = 64
 _MOST_ANNOUNCED = 7
+# A word behind them: when the agent last said anything.
+_AGENT_NS = 192
 _NS = 1_000_000_000
 
 
@@ -185,6 +187,7 @@ class ProgressPage:
     def lend(self, until_s: float) -> None:
         """Let the trainer act for the job until then, by the clock of leases."""
         self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
+        self._words[_AGENT_NS] = time.monotonic_ns()
 
     def tell_to_end(self) -> None:
         """The next signal that asks to end means this trainer."""
@@ -207,6 +210,11 @@ class ProgressPage:
         """True if the trainer may act for the job; also if no lease was ever set."""
         until_ns = self._words[_LENT_UNTIL_NS]
         return not until_ns or lease_clock_s() * _NS < until_ns
+
+    @property
+    def agent_ns(self) -> int:
+        """The moment of the agent's last word, monotonic: it lives, whatever it lends."""
+        return self._words[_AGENT_NS]
 
     @property
     def is_told_to_end(self) -> bool:

@@ -42,7 +42,7 @@ class GuardedNode:
         self._process = AgentProcess(spec=spec, env=env, data=self._data, listener=listener)
         self._on_signal = on_signal
         self._code = EXIT_FAILED
-        self._has_met = False
+        self.has_met = False
         self.reactor = Reactor()
         # Those that were acted on.
         self.signals: list[int] = []
@@ -72,14 +72,19 @@ class GuardedNode:
         self.reactor.post(partial(self._on_signal, number))
 
     def _on_end(self, code: int) -> None:
-        self._code, self._has_met = code, self.guardian.has_met
+        self._code, self.has_met = code, self.guardian.has_met
         self.reactor.stop()
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if the job has gone on without this node."""
+        return self._code == EXIT_LEFT_OUT
 
     def _exit_code(self) -> int:
         """That of the job, as the agent that lived to its end tells it."""
         code, node = self._code, self._spec.rendezvous.node
         has_crashed = code < 0 or code == EXIT_CRASHED
-        if code and not self._has_met and not self._spec.joins and not self.signals:
+        if code and not self.has_met and not self._spec.joins and not self.signals:
             # The others need not wait; one that has not crashed has said why.
             if has_crashed:
                 say(f"the agent of node {node} ended before the job began")

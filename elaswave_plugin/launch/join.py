@@ -16,12 +16,21 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import RESERVE, Program
 from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.secret import Secret, named_secrets
-from elaswave_plugin.launch.options import LaunchSpec
+from elaswave_plugin.ipc.wire import Frame
+from elaswave_plugin.launch.options import LaunchSpec, SharedJob
 
 _ANSWER_S = 5.0
 # So long a worker that was told to leave may take: it leaves between two steps.
 _LEAVING_S = 120.0
 _ASK_AGAIN_S = 0.2
+
+
+class NoRoomError(ConfigurationError):
+    """The job runs, and has no free slots for a node."""
+
+
+class NoAnswerError(ConfigurationError):
+    """No agent of the job answers."""
 
 
 class Vacancy(NamedTuple):
@@ -47,15 +56,15 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         _check_program(spec, roster)  # before a wait that would be for nothing
         roster = _with_room(roster, secret, spec.nproc_per_node)
     except OSError as error:
-        raise ConfigurationError(
+        raise NoAnswerError(
             f"--join is {spec.join}, where no agent of a job answers "
             f"({error.strerror or error}); `elaswave status --json` has their addresses"
         ) from error
     if roster.record["ending"]:
-        raise ConfigurationError(f"the job at {spec.join} is ending: no worker can join it")
+        raise NoRoomError(f"the job at {spec.join} is ending: no worker can join it")
     world_size, free = roster.width, roster.free
     if len(free) < spec.nproc_per_node:
-        raise ConfigurationError(
+        raise NoRoomError(
             f"--nproc-per-node is {spec.nproc_per_node}, and {len(free)} of the job's {world_size} "
             "slots are free: start fewer, wait until a node is gone, or "
             f"launch the job with a --reserve of more than {roster.record['env'][RESERVE]}"
@@ -71,10 +80,25 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         spec=replace(
             spec,
             run_dir=run_dir,
+            shared=_shared(spec, record),
             timeouts=Timeouts(**record["timeouts"]),
             heartbeat=Heartbeat(**record["heartbeat"]),
         ),
     )
+
+
+def _shared(spec: LaunchSpec, record: Frame) -> SharedJob | None:
+    """The job's own folder and life, where it renews a lease: this node may have to do that."""
+    if record["job_folder"] is None:
+        return spec.shared
+    folder = Path(record["job_folder"])
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"the job renews its lease in {str(folder)!r}, which cannot be written here: have this"
+            " node see it too"
+        )
+    given = spec.shared or SharedJob(folder=folder, least=1, most=1, last_call_s=0.0)
+    return replace(given, folder=folder, life=int(record["job_life"]))
 
 
 def _with_room(roster: Roster, secret: Secret, wanted: int) -> Roster:

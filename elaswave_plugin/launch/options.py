@@ -39,6 +39,8 @@ _OF_THE_JOB = (
 
 START, HEARTBEAT = "start_timeout_s", "heartbeat_timeout_s"
 START_S = 600.0
+# As torchrun's last call.
+LAST_CALL_S = 30.0
 _MEANING = (
     (QUIESCE, "a worker that does not answer a view change in this time is killed"),
     (START, "all nodes have to be there by then"),
@@ -68,13 +70,31 @@ class LaunchTimeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedJob:
+    """A job that the same line on every node starts or joins, by a folder that all of them see.
+
+    It begins on `least` to `most` nodes, `last_call_s` after the least are there; this one is
+    reached at `local_addr`, or by the way out of this machine. `life`: of the job, once one of its
+    lives begins here; `scripts_port`: MASTER_PORT in it.
+    """
+
+    folder: Path
+    least: int
+    most: int
+    last_call_s: float
+    local_addr: str | None = None
+    life: int = 0
+    scripts_port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """One node's part of a job. `master_port` 0 picks a free port (one node only).
 
     `join`: any agent of a running job, in which these workers take empty slots.
     `standby`: the number of idle places that wait until a slot is lost. `reserve`: the number of
     workers that may join the job beyond those of its launch. `notice_file`: tells the workers to
-    leave, once it is there.
+    leave, once it is there. `shared`: the job of this name, which this line starts or joins.
     Raises ConfigurationError where the values cannot make a job.
     """
 
@@ -93,6 +113,7 @@ class LaunchSpec:
     join: str | None = None
     standby: int = 0
     reserve: int = 0
+    shared: SharedJob | None = None
     notice_file: Path | None = None
     start_timeout_s: float = START_S
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -121,7 +142,7 @@ class LaunchSpec:
             0 <= self.master_port <= 65535, f"--master-port is {self.master_port}, wanted 0..65535"
         )
         _require(
-            self.nnodes == 1 or self.master_port > 0,
+            self.nnodes == 1 or self.master_port > 0 or self.shared is not None,
             f"--master-port is not set, wanted the same free port on all {self.nnodes} nodes",
         )
         _require(
@@ -145,8 +166,9 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         _check_join(options, parser)
     shared = script_settings(args, os.environ)
     timeouts = read_timeouts(options, os.environ, quiesce_timeout_s=shared.quiesce_timeout_s)
+    least, most = _node_range(options.nnodes)
     notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
-    if options.standalone and options.nnodes != 1:
+    if options.standalone and most != 1:
         raise ConfigurationError(
             f"--standalone means one node, and --nnodes is {options.nnodes}: leave one of them out"
         )
@@ -155,7 +177,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         args=args,
         module=options.module,
         nproc_per_node=options.nproc_per_node,
-        nnodes=options.nnodes,
+        nnodes=most,
         node_rank=options.node_rank,
         master_addr=options.master_addr,
         master_port=options.master_port,
@@ -165,6 +187,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         join=options.join,
         standby=options.standby,
         reserve=_reserve(options),
+        shared=_shared_job(options, parser, least, most),
         notice_file=Path(notice_file).absolute() if notice_file else None,
         start_timeout_s=timeouts.start_s,
         timeouts=timeouts.agreement,
@@ -195,16 +218,16 @@ def script_settings(args: Sequence[str], env: Mapping[str, str]) -> ScriptSettin
     An option wins over the file of --elaswave-config or the section of --deepspeed_config, and
     that over ELASWAVE_DIR. Raises ConfigurationError.
     """
-    config = _peek(args, "--elaswave-config")
+    config = peek(args, "--elaswave-config")
     origin = config or 'section "elaswave" of --deepspeed_config'
-    section = _deepspeed_section(args) if config is None else toml_section(config)
+    section = deepspeed_section(args) if config is None else toml_section(config)
     rehearsed = rehearsed_settings(env).get("dir")
-    given = _peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
+    given = peek(args, "--elaswave-dir") or section.get("dir") or env.get("ELASWAVE_DIR")
     run_dir = rehearsed or given
     if not isinstance(run_dir, str | None):
         raise ConfigurationError(f"{origin}: key 'dir' is {run_dir!r}, wanted a path as a string")
     option = "--elaswave-quiesce-timeout-s"
-    value = _peek(args, option)
+    value = peek(args, option)
     source = option
     if value is None and "quiesce_timeout_s" in section:
         value, source = str(section["quiesce_timeout_s"]), f"{origin}: key 'quiesce_timeout_s'"
@@ -226,18 +249,23 @@ def _requires_secret(args: Sequence[str], section: Mapping[str, Any], origin: st
     given = [word.partition("=")[0].replace("_", "-") for word in args]
     if REQUIRE not in given:
         return value
-    return str(_peek(args, REQUIRE)).lower() not in ("off", "false", "0", "no")
+    return str(peek(args, REQUIRE)).lower() not in ("off", "false", "0", "no")
 
 
-def _deepspeed_section(args: Sequence[str]) -> dict[str, Any]:
+def deepspeed_section(args: Sequence[str]) -> dict[str, Any]:
     """The section of a DeepSpeed configuration; DeepSpeed says what is wrong with that file."""
-    path = _peek(args, "--deepspeed-config")
+    section = deepspeed_config(args).get("elaswave")
+    return section if isinstance(section, dict) else {}
+
+
+def deepspeed_config(args: Sequence[str]) -> dict[str, Any]:
+    """A script's DeepSpeed configuration; nothing where it has none that can be read."""
+    path = peek(args, "--deepspeed-config")
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
         return {}
-    section = config.get("elaswave") if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _parser() -> _Parser:
@@ -252,11 +280,17 @@ def _parser() -> _Parser:
         parser.add_argument(*names, help=text, **more)  # type: ignore[arg-type]
 
     add("nproc-per-node", "workers on this node", type=int, default=1)
-    add("nnodes", "nodes in the job", type=int, default=1)
+    add("nnodes", "nodes in the job; MIN:MAX with --rdzv-dir", metavar="N or MIN:MAX", default="1")
     add("node-rank", "number of this node, from 0", type=int, default=0)
     add("master-addr", "address of node 0", default="127.0.0.1")
     add("master-port", "a free port of node 0; 0 picks one (one node)", type=int, default=0)
     add("standalone", "one node (accepted for torchrun's sake)", action="store_true")
+    add("rdzv-id", "name of the job, for the same line on every node, with --rdzv-dir")
+    text = "a folder that all nodes see: this line starts the job of that name there, or joins it"
+    add("rdzv-dir", text, type=Path)
+    text = "once MIN nodes are there, wait so long for more"
+    add("rdzv-last-call", text, type=seconds, metavar="SECONDS", default=LAST_CALL_S)
+    add("local-addr", "address of this node for the others, with --rdzv-dir")
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
@@ -287,6 +321,45 @@ def _parser() -> _Parser:
     return parser
 
 
+def _node_range(text: str) -> tuple[int, int]:
+    """Read N or MIN:MAX, as torchrun has it."""
+    least, colon, most = text.partition(":")
+    if not (least.isdecimal() and (most.isdecimal() if colon else True)):
+        raise ConfigurationError(f"--nnodes is {text!r}, wanted a number, or two as in 2:4")
+    low, high = int(least), int(most or least)
+    if low < 1:
+        raise ConfigurationError(f"--nnodes is {text!r}, wanted at least one node")
+    if low > high:
+        raise ConfigurationError(f"--nnodes is {text!r}: MIN is above MAX")
+    return low, high
+
+
+def _shared_job(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, least: int, most: int
+) -> SharedJob | None:
+    if options.rdzv_dir is None:
+        for name in ("rdzv_id", "local_addr"):
+            if getattr(options, name) is not None:
+                raise ConfigurationError(f"--{name.replace('_', '-')} is set, and --rdzv-dir not")
+        if least != most:
+            raise ConfigurationError(f"--nnodes is {options.nnodes!r}: MIN:MAX needs --rdzv-dir")
+        return None
+    for name in ("join", "node_rank", "master_addr", "master_port"):
+        if getattr(options, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{option} and --rdzv-dir say the same twice: leave one out")
+    name = options.rdzv_id or ""
+    if not name or "/" in name or name.startswith("."):
+        raise ConfigurationError(f"--rdzv-id is {name!r}, wanted the job's name, as run-17")
+    return SharedJob(
+        folder=options.rdzv_dir.absolute() / name,
+        least=least,
+        most=most,
+        last_call_s=options.rdzv_last_call,
+        local_addr=options.local_addr,
+    )
+
+
 def _reserve(options: argparse.Namespace) -> int:
     """Return the reserve of a launch; 0 for workers that join, which are told the job's."""
     if options.join is not None:
@@ -309,7 +382,7 @@ def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
             raise ConfigurationError(f"{option} is the job's own: leave it out with --join")
 
 
-def _peek(args: Sequence[str], option: str) -> str | None:
+def peek(args: Sequence[str], option: str) -> str | None:
     """The last value of one of the script's own options that also concerns the agents."""
     found: str | None = None
     for position, word in enumerate(args):

@@ -26,6 +26,10 @@ OWN_DESCRIPTORS = 256
 """The most that a worker has open beside one connection with each of the others."""
 
 
+class SecondJobError(ConfigurationError):
+    """Another job uses the run directory."""
+
+
 def check_run_dir(folder: Path | None) -> None:
     """Raise ConfigurationError where no run directory can be made there; None is none."""
     if folder is None:
@@ -75,7 +79,7 @@ def refuse_second_job(folder: Path | None) -> None:
         ask = partial(_answers, secrets=named_secrets(os.environ, folder))
         for one, answers in zip(known, pool.map(ask, known), strict=True):
             if answers:
-                raise ConfigurationError(
+                raise SecondJobError(
                     f"a job is running in {str(folder)!r}: its agent of node {one.node} (pid"
                     f" {one.pid}) answers at {one}; give each job a run directory of its own"
                     " (--elaswave-dir)"

@@ -40,8 +40,8 @@ from elaswave_plugin.ipc.process_tree import die_with_parent
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
 from elaswave_plugin.launch.guarded_node import GuardedNode
 from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
-from elaswave_plugin.launch.launch import connect_zygote
 from elaswave_plugin.launch.launcher_names import torchrun_names
+from elaswave_plugin.launch.node_job import connect_zygote
 from elaswave_plugin.launch.options import (
     ScriptSettings,
     add_timeouts,

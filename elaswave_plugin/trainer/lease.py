@@ -28,8 +28,11 @@ def await_lease(page: ProgressPage, check: Callable[[], None] = lambda: None) ->
     would have begun another agent.
     """
     waited_s = 0.0  # by its own waits: while the job is suspended, none of it passes
+    heard_ns = page.agent_ns
     while not page.may_act:
         check()
+        if page.agent_ns != heard_ns:  # it lives, and has nothing to lend
+            heard_ns, waited_s = page.agent_ns, 0.0
         if waited_s > _SILENT_LIMIT_S:
             raise JobStopped(
                 f"the agent of this worker has been silent for {waited_s:.0f} s, stopped or "

@@ -110,7 +110,7 @@ def test_two_come_at_once_with_one_node(tmp_path: Path) -> None:
 LATE = """
 import sys, time
 from pathlib import Path
-from elaswave_plugin.launch import launch
+from elaswave_plugin.launch import node_job as launch
 find_vacancy = launch.find_vacancy
 def find_late(spec):
     vacancy = find_vacancy(spec)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from elaswave_plugin.agent.peers.hang_watch import HangWatch
+from elaswave_plugin.agent.peers.job_lease import JobLease
 from elaswave_plugin.agent.peers.job_summary import Changes
 from elaswave_plugin.agent.peers.links import Links
 from elaswave_plugin.agent.peers.reach import Reach
@@ -49,6 +50,8 @@ from elaswave_plugin.tracking.events import EventLog
 
 APART_S = 1.5
 """Where two wait in a circle, so long a silence between them is why: one answers each second."""
+
+MOST_CONTACTS = 16
 
 AGENT_GRACE_S = 1.0
 """For so long a node whose link broke is dialled all the time: its next agent is about to come."""
@@ -94,6 +97,7 @@ class Coordinator:
         trainer_side: TrainerSide,
         store: Callable[[Record], None],
         events: EventLog,
+        job_lease: JobLease | None = None,
     ) -> None:
         """`store`: keeps what the agent's next life begins with, before anybody is told."""
         self._reactor = reactor
@@ -121,6 +125,7 @@ class Coordinator:
         self._reach = Reach(reactor, secret=secret, events=events)
         self._waits = WaitWatch(agreement, events, secret)
         self._lease = Lease(lasts_s=heartbeat.timeout_s)
+        self._job_lease = job_lease
         # The newest beat of each one, and when it came, by the clock of leases.
         self._last_beats: dict[int, tuple[int, float]] = {}
         self._heard_s: dict[int, float] = {}
@@ -224,6 +229,11 @@ class Coordinator:
     def on_gone(self, node: int, evidence: str) -> None:
         """Nobody answers for a node."""
         self._gone[node] = f"its agent is gone: {evidence}"
+
+    @property
+    def is_counted_in(self) -> bool:
+        """True if the others are sure to count this node in."""
+        return self._lease.left_s(lease_clock_s()) > 0
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -339,6 +349,7 @@ class Coordinator:
         if leader == own:
             self._waits.look(self._hangs.pages)
         lease_s = lease_clock_s()
+        self._tell_job_lease()
         self._lend(lease_s)
         number = self._lease.send(now_s=lease_s)
         for node in watched:
@@ -405,10 +416,21 @@ class Coordinator:
     def _lend(self, now_s: float) -> None:
         """Tell the trainers until when they may act for the job, both by the clock of leases."""
         if self.agreement.leads:
-            voters = {*self.agreement.committed.nodes}
-            self._lease.lead(own=self.own.node, voters=voters, now_s=now_s)
-        if self._lease.until_s > 0:
+            voters, most_s = {*self.agreement.committed.nodes}, float("inf")
+            if self._job_lease is not None:
+                most_s = self._job_lease.until_s
+            self._lease.lead(own=self.own.node, voters=voters, now_s=now_s, most_s=most_s)
+        # Where the job has a lease, nothing is lent before that was renewed.
+        if self._lease.until_s > 0 or self._job_lease is not None:
             self._trainer_side.lend(self._lease.until_s)
+
+    def _tell_job_lease(self) -> None:
+        """Have the agent that leads renew the lease of the job, and name those that live."""
+        if self._job_lease is not None:
+            agreement = self.agreement
+            living = [node for node in agreement.nodes.living() if node != self.own.node]
+            others = [agreement.addresses[node] for node in living[:MOST_CONTACTS]]
+            self._job_lease.tell(leads=agreement.leads, contacts=(self.own.data, *others))
 
     def _set_alarm(self) -> None:
         """Have `settle` run at the agreement's next deadline."""

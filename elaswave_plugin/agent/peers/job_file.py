@@ -1,0 +1,85 @@
+"""The record of a job in a folder that all its nodes see: read and replaced under a lock.
+
+The folder's file system has to carry the locks of fcntl(2) between its machines, as NFS, Lustre and
+GPFS do where they are not switched off. A process that dies lets go of its lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from elaswave_plugin.core.agreement.founding import JobRecord
+from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
+from elaswave_plugin.ipc.lease_clock import lease_clock_s
+
+LOCKED_WITHIN_S = 4.0
+_AGAIN_S = 0.02
+
+
+class HeldRecord:
+    """The record while it is locked; None is written where nothing changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "job.json"
+        self._draft = folder / f".job.json.{os.uname().nodename}.{os.getpid()}"
+        self._since_s = lease_clock_s()
+        self.record = self._read()
+
+    def _read(self) -> JobRecord:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return JobRecord()
+        try:
+            record: JobRecord = from_json(JobRecord, json.loads(text))
+        except (UnreadableMessageError, ValueError) as error:
+            raise OSError(f"{str(self._path)!r} is no record of a job ({error})") from error
+        return record
+
+    def write(self, record: JobRecord | None) -> None:
+        """Replace the record, whole; raises OSError."""
+        if record is None or record == self.record:
+            return
+        if lease_clock_s() - self._since_s > LOCKED_WITHIN_S:
+            # A server that hears nothing of this machine for long gives the lock to others.
+            raise TimeoutError(f"the lock in {str(self._path.parent)!r} was held for too long")
+        try:
+            with open(self._draft, "w", encoding="utf-8") as file:
+                json.dump(record, file, default=to_json)
+                file.flush()
+                os.fsync(file.fileno())
+            self._draft.rename(self._path)
+        finally:
+            self._draft.unlink(missing_ok=True)  # there is one left on a full disk
+        self.record = record
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[HeldRecord]:
+    """Hold the record of the job in a folder, which is there; raises OSError.
+
+    TimeoutError where others hold it for too long: one of them may be stopped.
+    """
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline_s = time.monotonic() + LOCKED_WITHIN_S
+        while True:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(
+                        f"{str(folder / 'lock')!r} has been locked by another process for"
+                        f" {LOCKED_WITHIN_S:g} s"
+                    ) from error
+                time.sleep(_AGAIN_S)  # a lock that frees itself has no event
+        yield HeldRecord(folder)
+    finally:
+        os.close(fd)

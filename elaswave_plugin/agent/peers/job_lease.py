@@ -1,0 +1,115 @@
+"""The lease of a job in its shared record: the leader's agent renews it, and the job trains by it.
+
+Where it cannot be renewed, the trainers wait; where another life of the job has begun meanwhile,
+this one is over. A thread of its own, as the file system may stand still.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from elaswave_plugin.agent.peers.job_file import held
+from elaswave_plugin.core.agreement.founding import LEASE_S, ended, renewed
+from elaswave_plugin.core.agreement.lease import DRIFT
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.lease_clock import lease_clock_s
+from elaswave_plugin.ipc.reactor import Reactor
+
+_EVERY_S = 2.0
+_END_WITHIN_S = 10.0
+
+
+class JobLease:
+    """One agent's part; `life`: of the job; `on_over(why)`: another life of it has begun.
+
+    `leads`: whether this agent is to renew it from the start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        life: int,
+        reactor: Reactor,
+        *,
+        leads: bool,
+        on_over: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._life = life
+        self._reactor = reactor
+        self._leads = leads
+        self._contacts: tuple[str, ...] = ()
+        self._on_over = on_over
+        self._told = False
+        self._stopped = False
+        self._exit_code: int | None = None
+        self._then: Callable[[], None] = lambda: None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="job-lease", daemon=True)
+        # By the clock of leases.
+        self.until_s = 0.0
+
+    def start(self) -> None:
+        """Begin to renew it."""
+        self._thread.start()
+
+    def tell(self, *, leads: bool, contacts: tuple[str, ...]) -> None:
+        """Have it renewed from here or not; `contacts`: where agents of the job answer."""
+        begins = leads and not (self._leads and self._contacts)
+        self._leads, self._contacts = leads, contacts
+        if begins:
+            self._wake.set()
+
+    def finish(self, exit_code: int | None, then: Callable[[], None]) -> None:
+        """Renew it no more; with an exit code, end the job's life in the record; ``then()``.
+
+        A file system that stands still is not waited for: then the lease runs out.
+        """
+        self._exit_code, self._then = exit_code, then
+        self._stopped = True
+        self._wake.set()
+        self._reactor.after(_END_WITHIN_S if self._thread.is_alive() else 0.0, then)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if self._leads:
+                self._renew()
+            self._wake.wait(_EVERY_S)
+            self._wake.clear()
+        if self._exit_code is not None:
+            self._end(self._exit_code)
+        self._reactor.post(self._then)
+
+    def _end(self, exit_code: int) -> None:
+        try:
+            with held(self._folder) as record:
+                record.write(ended(record.record, self._life, exit_code))
+        except OSError as error:
+            say(f"the end of the job cannot be written to {str(self._folder)!r} ({error})")
+
+    def _renew(self) -> None:
+        began_s = lease_clock_s()
+        try:
+            with held(self._folder) as record:
+                new = renewed(record.record, self._life, self._contacts)
+                record.write(new)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                say(
+                    f"the job's lease in {str(self._folder)!r} cannot be renewed ({error}): without"
+                    f" it the workers wait after {LEASE_S:g} s, so that no second job trains"
+                )
+            return
+        if new is None:
+            why = f"the job has ended, or another life of it begun, in {str(self._folder)!r}"
+            self._reactor.post(partial(self._on_over, why))
+            self._stopped = True
+            return
+        if self._told:
+            self._told = False
+            say("the job's lease is renewed again")
+        self.until_s = began_s + LEASE_S * (1 - DRIFT)
