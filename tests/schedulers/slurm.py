@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -107,21 +107,30 @@ class Slurm:
         words = ("sbatch", "--parsable", f"--chdir={output.parent}", f"--output={output}")
         return int(self._tell(*words, "--open-mode=append", text=script))
 
-    def shown(self, job: int) -> dict[str, str]:
-        """Return the fields of `scontrol show job`."""
+    def submit_array(
+        self, script: Path, *arguments: str, tasks: int, folder: Path, env: Mapping[str, str]
+    ) -> int:
+        """Queue a script as an array of tasks in a folder; ``env``: beside this process's own."""
+        words = ["sbatch", "--parsable", f"--array=0-{tasks - 1}"]
+        words += [f"--output={folder}/output", str(script), *arguments]
+        # A script finds its folder in SLURM_SUBMIT_DIR, which is where sbatch was called.
+        return int(self._tell(*words, folder=folder, **env))
+
+    def shown(self, job: int | str) -> dict[str, str]:
+        """Return the fields of `scontrol show job`; "5_1" is a task of an array."""
         text = self._tell("scontrol", "show", "job", "--oneliner", str(job))
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """Such as RUNNING or COMPLETED."""
         return self.shown(job)["JobState"]
 
-    def exit_code(self, job: int) -> int:
+    def exit_code(self, job: int | str) -> int:
         """The exit code of the batch script; 128+n where signal n has ended it."""
         code, _, number = self.shown(job)["ExitCode"].partition(":")
         return 128 + int(number) if int(number) else int(code)
 
-    def wait_for(self, job: int, *states: str, limit_s: float) -> str:
+    def wait_for(self, job: int | str, *states: str, limit_s: float) -> str:
         """Wait until the job has one of these states; returns which."""
         self._wait(lambda: self.state(job) in states, limit_s, f"job {job} in {states}")
         return self.state(job)
@@ -231,9 +240,15 @@ class Slurm:
                 start_new_session=True,
             )
 
-    def _tell(self, *command: str, text: str = "") -> str:
+    def _tell(self, *command: str, text: str = "", folder: Path | None = None, **env: str) -> str:
         ended = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=COMMAND_S, env=self._env
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            env={**self._env, **env},
+            cwd=folder,
         )
         if ended.returncode:
             raise RuntimeError(f"{' '.join(command)}: {ended.stderr or ended.stdout}")
