@@ -110,8 +110,8 @@ def test_two_come_at_once_with_one_node(tmp_path: Path) -> None:
 LATE = """
 import sys, time
 from pathlib import Path
-from elaswave_plugin.launch import node_job as launch
-find_vacancy = launch.find_vacancy
+from elaswave_plugin.launch import launch, node_job
+find_vacancy = node_job.find_vacancy
 def find_late(spec):
     vacancy = find_vacancy(spec)
     Path("{folder}/offered").touch()
@@ -120,7 +120,7 @@ def find_late(spec):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     return vacancy
-launch.find_vacancy = find_late
+node_job.find_vacancy = find_late
 sys.exit(launch.main(sys.argv[1:]))
 """
 
