@@ -23,7 +23,7 @@ def begin_later(self):
     begin(self)
 GuardedSteps.begin = begin_later
 """
-SPEC = JobSpec(nproc=2, steps=180, dump="last")
+SPEC = JobSpec(nproc=2, steps=150, dump="last")
 LIMIT_S = 120.0
 
 
