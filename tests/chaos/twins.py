@@ -26,7 +26,8 @@ def twin_of(run: Outcome) -> JobSpec | None:
     """The twin's job, from the views that the run went on with and the steps of their restores.
 
     None in exact mode, and where no plan says the same: where a step was done again in a view that
-    is newer than the change before it, or a worker was lost and came back in one recovery.
+    is newer than the change before it, a worker was lost and came back in one recovery, or it came
+    back and was lost in one step.
     """
     if not isinstance(run.spec, EngineSpec):
         return None
@@ -44,4 +45,6 @@ def twin_of(run: Outcome) -> JobSpec | None:
     in_order = [steps[epoch] for epoch in sorted(steps)]
     if in_order != sorted(in_order):
         return None
+    if len({change.lstrip("+") for change in changes}) < len(changes):
+        return None  # who comes and is lost in one step would come for ever
     return replace(run.spec, changes=tuple(changes))
