@@ -190,7 +190,7 @@ class Agent:
             spec.job_life,
             self._reactor,
             leads=self._listener is not None,
-            on_over=lambda why: self._agreement.abandon(why, EXIT_REQUEUE),
+            on_over=lambda why: self._agreement.abandon(why, EXIT_LEFT_OUT),
         )
         lease.start()
         return lease

@@ -133,7 +133,9 @@ def seek_admission(spec: AgentSpec, address: str, *, life: int) -> Admitted:
             return _attempt(spec, roster, wanted, address, life)
         except ConnectionRefusedError as error:
             why = "no agent of the job is there any more"
-            raise SlotRefusedError(why, EXIT_CONFIGURATION) from error
+            # Where the job has a record, that tells what became of it.
+            code = EXIT_CONFIGURATION if spec.job_folder is None else EXIT_REQUEUE
+            raise SlotRefusedError(why, code) from error
         except OSError as error:
             # An agent has gone meanwhile, and may not be lost for sure: begin again.
             why = str(error)

@@ -89,7 +89,7 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
 
 def _shared(spec: LaunchSpec, record: Frame) -> SharedJob | None:
     """The job's own folder and life, where it renews a lease: this node may have to do that."""
-    if record["job_folder"] is None:
+    if record.get("job_folder") is None:
         return spec.shared
     folder = Path(record["job_folder"])
     if not os.access(folder, os.W_OK | os.X_OK):

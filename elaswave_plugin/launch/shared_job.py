@@ -27,7 +27,12 @@ from elaswave_plugin.core.agreement.founding import (
     Start,
     Wait,
 )
-from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_TOLD, ConfigurationError
+from elaswave_plugin.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_REQUEUE,
+    EXIT_TOLD,
+    ConfigurationError,
+)
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, secret_in, write_secret
@@ -40,6 +45,7 @@ from elaswave_plugin.launch.sizes import fits
 _LOOK_EVERY_S = 1.0
 _MEET_WITHIN_S = 60.0
 _OPEN_WITHIN_S = 60.0
+_MOST_FAILED_STARTS = 5
 # An address that nobody has (RFC 5737): the way there is the way out of this machine.
 _OUTSIDE = "192.0.2.1"
 
@@ -76,6 +82,9 @@ class _Node:
         )
 
         self._waiting = MeetingWait()
+        self._failed_starts = 0
+        if shared.most > 1 and self._host.startswith("127."):
+            say(f"other machines do not reach this node at {self._host}: name its --local-addr")
         # MASTER_PORT of the scripts, if it founds.
         self._scripts = reserve_port()
 
@@ -83,6 +92,9 @@ class _Node:
         """Look, and do what is to be done, until there is an exit code."""
         while True:
             decision, listener = self._next()
+            if self._is_told_to_leave:
+                say(f"this node waits no more: {str(self._spec.notice_file)!r} is there")
+                return EXIT_TOLD
             outcome = self._carry_out(decision, listener)
             if isinstance(outcome, int):
                 return outcome
@@ -98,12 +110,17 @@ class _Node:
         with _listen(self._host) as listener:
             address = f"{self._host}:{listener.getsockname()[1]}"
             while isinstance(decision := self._look(address), Wait):
-                if self._spec.notice_file is not None and self._spec.notice_file.exists():
-                    return End(EXIT_TOLD), None
+                if self._is_told_to_leave:
+                    break
                 self._waiting.tell(decision.why)
                 time.sleep(_LOOK_EVERY_S)
             founds = isinstance(decision, Start) and decision.rank == 0
             return decision, listener.dup() if founds else None
+
+    @property
+    def _is_told_to_leave(self) -> bool:
+        file = self._spec.notice_file
+        return file is not None and file.exists()
 
     def _look(self, address: str) -> Decision:
         """Look at the record; a node that runs something else leaves no trace in it."""
@@ -116,6 +133,7 @@ class _Node:
                 differs = None if isinstance(decision, End) else self._difference(new.program)
                 if differs is None:
                     record.write(new)
+                    self._founder.decided(decision)
         except OSError as error:
             return Wait(f"the record in {str(folder)!r} ({error})")
         if differs is not None:
@@ -138,7 +156,10 @@ class _Node:
                 return self._join(decision)
             case End():
                 folder = str(self._shared.folder)
-                say(f"the job in {folder!r} has ended with exit code {decision.exit_code}")
+                say(
+                    f"the job in {folder!r} has ended with exit code {decision.exit_code}; another"
+                    " --rdzv-id begins another one"
+                )
                 return decision.exit_code
             case Wait():
                 return decision.why
@@ -165,10 +186,17 @@ class _Node:
             end, why = None, str(error)
         else:
             why = "not all nodes that were chosen have come"
+        finally:
+            if listener is not None:
+                listener.close()  # nobody is to come there now, whatever has failed
         if end is not None and self._is_final(end):
             return end.exit_code
         if end is not None and end.met:
             return "the job to let it in again: it has gone on without this node"
+        self._failed_starts += 1
+        if self._failed_starts == _MOST_FAILED_STARTS:
+            say(f"the job does not start: {why}, {_MOST_FAILED_STARTS} times")
+            return EXIT_REQUEUE if end is None else end.exit_code
         with contextlib.suppress(OSError), held(shared.folder) as record:
             record.write(self._founder.start_failed(record.record, start.life))
         return f"the nodes to meet again: {why}"
@@ -181,6 +209,7 @@ class _Node:
                 join=contact,
                 # It takes part at once; who stands by does so without a slot.
                 standby=0,
+                start_timeout_s=min(spec.start_timeout_s, _MEET_WITHIN_S),
                 shared=replace(self._shared, life=join.life),
             )
             try:

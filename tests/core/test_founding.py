@@ -63,6 +63,7 @@ class Folder:
         self.record, decision = self.nodes[name].look(
             self.record, now_s, address=f"{name}:1", scripts_port=2
         )
+        self.nodes[name].decided(decision)
         return decision
 
     def pass_time(self, seconds: float, *looking: str) -> list[Decision]:

@@ -1,13 +1,14 @@
 """`elaswave run --rdzv-dir`: each node has the same line, which starts, joins, or tells the end."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.agent.peers.job_file import held
 from elaswave_plugin.cli.main import run_command
-from elaswave_plugin.core.agreement.founding import LEASE_S
+from elaswave_plugin.core.agreement.founding import LEASE_S, Waiting
 from tests.agent.jobs import TRAINER, Job
 from tests.launch.test_join import let_in
 from tests.proofs import Kind, Promise, proves
@@ -140,3 +141,46 @@ def test_bad_input_is_one_sentence(
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("elaswave run: ")
     assert words in said
+
+
+@proves(Kind.LEAVE, Promise.ENDS_WELL)
+def test_a_notice_ends_a_node_that_waits(tmp_path: Path) -> None:
+    """It waits for another one, and has no workers that could leave."""
+    with Job(tmp_path, 2) as job:
+        notice = tmp_path / "leave"
+        number = line(job, "2", f"--notice-file={notice}")
+        while not (job.folder / "shared" / "fox" / "job.json").exists():
+            assert job.launchers[number].poll() is None, job.output(number)
+            time.sleep(0.05)
+        notice.touch()
+        assert job.code(number) == 143
+        assert "this node waits no more" in job.output(number)
+
+
+@proves(Kind.NEWCOMER, Promise.GOES_ON)
+def test_those_that_were_chosen_meet_again_where_one_does_not_come(tmp_path: Path) -> None:
+    """It was there when the founder looked, and is gone before the meeting."""
+    with Job(tmp_path, 2) as job:
+        number = line(job, "2", "--start-timeout-s=3")
+        folder = job.folder / "shared" / "fox"
+        looks = 0
+        while not (folder / "job.json").exists():
+            assert job.launchers[number].poll() is None, job.output(number)
+            time.sleep(0.05)
+        deadline_s = time.monotonic() + job.wait_s
+        while True:
+            with held(folder) as record:
+                now = record.record
+                if now.state != "meets":
+                    break
+                looks += 1
+                ghost = {"ghost": Waiting(looks=looks)}
+                record.write(replace(now, waiting={**now.waiting, **ghost}))
+            assert time.monotonic() < deadline_s, now
+            time.sleep(0.2)
+        assert now.chosen[1:] == ("ghost",)
+        job.said("did not come within 3 s", number)
+        other = line(job, "2")
+        job.joined()
+        assert job.finish([0, 1], launcher=number) == 0
+        assert job.code(other) == 0

@@ -233,7 +233,7 @@ class Coordinator:
     @property
     def is_counted_in(self) -> bool:
         """True if the others are sure to count this node in."""
-        return self._lease.left_s(lease_clock_s()) > 0
+        return self._lease.counted_until_s > lease_clock_s()
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -46,14 +46,14 @@ class HeldRecord:
         """Replace the record, whole; raises OSError."""
         if record is None or record == self.record:
             return
-        if lease_clock_s() - self._since_s > LOCKED_WITHIN_S:
-            # A server that hears nothing of this machine for long gives the lock to others.
-            raise TimeoutError(f"the lock in {str(self._path.parent)!r} was held for too long")
         try:
             with open(self._draft, "w", encoding="utf-8") as file:
                 json.dump(record, file, default=to_json)
                 file.flush()
                 os.fsync(file.fileno())
+            if lease_clock_s() - self._since_s > LOCKED_WITHIN_S:
+                # A server that hears nothing of this machine for long gives the lock to others.
+                raise TimeoutError(f"the lock in {str(self._path.parent)!r} was held for too long")
             self._draft.rename(self._path)
         finally:
             self._draft.unlink(missing_ok=True)  # there is one left on a full disk

@@ -7,6 +7,7 @@ this one is over. A thread of its own, as the file system may stand still.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from elaswave_plugin.ipc.reactor import Reactor
 
 _EVERY_S = 2.0
 _END_WITHIN_S = 10.0
+_AGAIN_S = 0.2
 
 
 class JobLease:
@@ -84,11 +86,17 @@ class JobLease:
         self._reactor.post(self._then)
 
     def _end(self, exit_code: int) -> None:
-        try:
-            with held(self._folder) as record:
-                record.write(ended(record.record, self._life, exit_code))
-        except OSError as error:
-            say(f"the end of the job cannot be written to {str(self._folder)!r} ({error})")
+        deadline_s = time.monotonic() + _END_WITHIN_S
+        while True:
+            try:
+                with held(self._folder) as record:
+                    record.write(ended(record.record, self._life, exit_code))
+                return
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    say(f"the end of the job is not written in {str(self._folder)!r} ({error})")
+                    return
+                time.sleep(_AGAIN_S)  # others may hold the record for a moment
 
     def _renew(self) -> None:
         began_s = lease_clock_s()

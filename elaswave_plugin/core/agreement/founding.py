@@ -146,12 +146,16 @@ class Founder:
             return record, Wait("the lease of the job's last life to run out")
         rank = record.chosen.index(self._name) if self._name in record.chosen else None
         if record.state == STARTS and rank is not None and self._tried_life < record.life:
-            self._tried_life = record.life
             nodes = len(record.chosen)
             return record, Start(record.life, rank, nodes, record.address, record.scripts_port)
         if record.state == RUNS:
             return record, Join(record.life, record.contacts)
         return record, Wait("the nodes that were chosen to start the job")
+
+    def decided(self, decision: Decision) -> None:
+        """Note what was decided, once the record is written."""
+        if isinstance(decision, Start):
+            self._tried_life = decision.life
 
     def start_failed(self, record: JobRecord, life: int) -> JobRecord:
         """Meet again where the life that this node has founded never ran: its agent met nobody."""
@@ -240,7 +244,7 @@ def renewed(record: JobRecord, life: int, contacts: tuple[str, ...]) -> JobRecor
 
 
 def ended(record: JobRecord, life: int, exit_code: int) -> JobRecord | None:
-    """End a life; None where another one has begun."""
-    if record.life != life:
+    """End a life; None where another one has begun, or its end is told."""
+    if record.life != life or record.state == ENDED:
         return None
     return replace(record, state=ENDED, exit_code=exit_code, contacts=())

@@ -35,6 +35,8 @@ class Lease:
         self._number = 0
         self._heard_by: dict[Hashable, float] = {}
         self.until_s = 0.0
+        # Until when the others count this node in, whatever the lease of the job.
+        self.counted_until_s = 0.0
 
     def send(self, *, now_s: float) -> int:
         """Return the number of the beats that go out now."""
@@ -49,6 +51,7 @@ class Lease:
         if number in self._sent_s:
             until_s = self._sent_s[number] + min(self._lasts_s, left_s)
             self.until_s = max(self.until_s, until_s)
+            self.counted_until_s = max(self.counted_until_s, until_s)
 
     def acknowledged(self, node: Hashable, number: int, *, now_s: float) -> None:
         """Note that an agent on another node has heard this beat."""
@@ -74,6 +77,7 @@ class Lease:
         # Together with the own node, if that votes, they are more than half.
         needed = len(voters) // 2 + 1 - (own in voters)
         since_s = now_s if needed == 0 else heard_s[needed - 1]
+        self.counted_until_s = max(self.counted_until_s, since_s + self._lasts_s)
         self.until_s = max(self.until_s, min(since_s + self._lasts_s, most_s))
 
     def left_s(self, now_s: float) -> float:
