@@ -1,6 +1,7 @@
 """Random sequences of faults on real jobs, drawn from seeds.
 
-python -m tests.chaos --seed N --runs K [--job dp|hybrid|zero1|zero2|zero3|deepspeed-pipeline]
+python -m tests.chaos --seed N --runs K [--job NAME]   dp, hybrid, zygote, zero1, zero2, zero3,
+                                                       deepspeed-pipeline
 
 Seeds N to N+K-1 of each kind of job. What fails is printed with its command; exit code 1. A run of
 all kinds writes its result file, benchmarks/chaos.json.
@@ -32,7 +33,7 @@ _STUCK = f"it has not ended within {LIMIT_S:g} s, nor by SIGTERM"
 @contextmanager
 def open_stage(name: str, folder: Path) -> Iterator[Stage]:
     """Open the stage on which the scenarios of one kind of job run."""
-    is_megatron = name in ("dp", "hybrid")
+    is_megatron = name in ("dp", "hybrid", "zygote")
     folder.mkdir(parents=True)
     if is_megatron:
         write_text(folder / "data")

@@ -8,7 +8,7 @@ from typing import Any
 from elaswave_plugin.config import RECOVERY_PHASES, STEP_PHASES
 from tests.deepspeed.harness import EngineSpec
 from tests.deepspeed.test_pipeline import PP2_DP2 as ENGINE_PIPELINE
-from tests.faults.harness import JobSpec
+from tests.faults.harness import PRELOAD, JobSpec
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 
 STEPS = 48
@@ -65,6 +65,8 @@ class Kind:
     nodes: tuple[int, ...] = (1,)
     # So many workers come in at once where it grows; 0: it does not.
     grows_by: int = 0
+    # Its node has a zygote of its own, which may be killed too.
+    has_zygote: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,7 @@ def kinds() -> dict[str, tuple[Kind, ...]]:
             Kind(spec=_exact(PP2_VPP2_DP2), floor=3, evaluates=True),
             Kind(spec=_exact(TP2_PP2_DP2), floor=5, evaluates=True, nodes=(1, 4)),
         ),
+        "zygote": (Kind(spec=_exact(JobSpec()), floor=1, evaluates=True, has_zygote=True),),
         **{f"zero{stage}": (_engine(stage),) for stage in (1, 2, 3)},
         # Of three pipelines one is left whole, whichever two workers are lost.
         "deepspeed-pipeline": (Kind(spec=pipelines, floor=4),),
@@ -155,7 +158,9 @@ class _Draw:
             self._event("whole")
         launcher = ("--standby=1",) if self._has_standbys else ()
         reserve = (f"--reserve={self._kind.grows_by}",) if self._grows() else ()
-        spec = replace(self._kind.spec, nodes=self._nodes, launcher=(*launcher, *reserve))
+        preload = (f"--preload={','.join(PRELOAD)}",) if self._kind.has_zygote else ()
+        launcher = (*launcher, *reserve, *preload)
+        spec = replace(self._kind.spec, nodes=self._nodes, launcher=launcher)
         return Scenario(
             seed=self._seed,
             spec=spec,
@@ -175,6 +180,8 @@ class _Draw:
         left = self._width() - self._away - self._kind.floor
         per_node = self._width() // self._nodes
         yield from ("sever", "slow", "agent", "agent")
+        if self._kind.has_zygote:
+            yield from ("zygote", "zygote", "zygote")
         if self._returns:
             yield "whole"
         if left >= 1:
@@ -222,7 +229,7 @@ class _Draw:
             case "whole":
                 self._event("whole")
                 self._away = self._gone
-            case "sever" | "slow" | "kill" | "agent" | "node":
+            case "sever" | "slow" | "kill" | "agent" | "node" | "zygote":
                 self._event(what, phase=self._phase())
             case "hang":
                 phase = self._phase()

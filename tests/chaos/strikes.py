@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
@@ -30,8 +32,16 @@ LET_IN_S = 1.0
 _JOINER = "a joiner"
 DEADLY = ("kill", "node", "stop", "loop", "gil")
 # What a worker does that goes on itself.
-HARMLESS = ("agent", "sever", "slow")
+HARMLESS = ("agent", "sever", "slow", "zygote")
 SLOW_STEPS, SLOW_S = 8, 0.01
+
+
+def _is_zygote(process: psutil.Process) -> bool:
+    """Tell by its title, or by its command before it has one."""
+    with contextlib.suppress(psutil.Error):
+        words = " ".join(process.cmdline())
+        return words.startswith("elaswave zygote") or "trainer.zygote import" in words
+    return False
 
 
 class Striker:
@@ -176,6 +186,10 @@ class Striker:
             own = self._node()
             agents = [e for e in self._log() if e["kind"] == "agent_started" and e["node"] == own]
             os.kill(agents[-1]["pid"], signal.SIGKILL)
+        elif how == "zygote":
+            guardian = psutil.Process(self._guardians()[self._node()])
+            (zygote,) = [one for one in guardian.children() if _is_zygote(one)]
+            zygote.kill()
         else:
             strike(how)
 

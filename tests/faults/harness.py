@@ -294,7 +294,7 @@ def _arguments(
     """A launcher's arguments; `place`: its options beyond those that all nodes have."""
     return [
         *place,
-        f"--zygote={zygote.socket}",
+        *([] if _has_zygote(spec) else [f"--zygote={zygote.socket}"]),
         f"--dir={directory}",
         *([str(SABOTAGED), sabotage] if (sabotage := sabotage_of(spec)) else []),
         *([str(WALK), spec.walk] if spec.walk else []),
@@ -302,6 +302,11 @@ def _arguments(
         spec.script,
         *spec.arguments(data, directory),
     ]
+
+
+def _has_zygote(spec: JobSpec) -> bool:
+    """Return whether its launcher starts a zygote of its own."""
+    return any(option.startswith("--preload") for option in spec.launcher)
 
 
 def _places(spec: JobSpec) -> list[list[str]]:
