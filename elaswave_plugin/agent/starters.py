@@ -50,9 +50,14 @@ class Watcher(Protocol):
     def ended(self, status: int | None, why: str, exit_code: int | None) -> None:
         """It has ended, by a wait status where one is known; else `why`."""
 
+    def not_started(self, why: str) -> None:
+        """It was never forked: the process that should do that is gone."""
+
 
 class Starter(Protocol):
-    """A way to start trainers."""
+    """A way to start trainers; `stands_for_exec`: where it is gone, exec does the same."""
+
+    stands_for_exec: bool
 
     def start(self, program: Program, given: Given, watcher: Watcher) -> None:
         """Start one. Raises OSError where it cannot any more."""
@@ -63,6 +68,8 @@ class Starter(Protocol):
 
 class ExecStarter:
     """Starts trainers in fresh interpreters, as children of this process."""
+
+    stands_for_exec = True
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
@@ -130,9 +137,14 @@ class ForkServer:
         sock: socket.socket,
         *,
         ours: bool = False,
+        stands_for_exec: bool = True,
         on_other: Callable[[Frame], None] = lambda frame: None,
     ) -> None:
-        """`on_other`: is told what else the other process says."""
+        """`on_other`: is told what else the other process says.
+
+        `stands_for_exec`: trainers may as well be started by exec, as a zygote's may.
+        """
+        self.stands_for_exec = stands_for_exec
         self._on_other = on_other
         self._reactor = reactor
         self._sock = sock
@@ -202,7 +214,7 @@ class ForkServer:
         self.close()
         asked, self._asked = [*self._asked], deque()
         for watcher in asked:
-            watcher.ended(None, "not started: what should fork it has ended", None)
+            watcher.not_started("not started: what should fork it has ended")
         running, self._running = [*self._running.values()], {}
         for watcher in running:
             # Its end and that of the other process come together; both were told, if not to us.
