@@ -9,16 +9,21 @@ from elaswave_plugin.trainer import lease
 
 
 class Page:
-    """A progress page whose owner may act from some look on."""
+    """A progress page whose owner may act from some look on; its agent is silent, or speaks."""
 
-    def __init__(self, refusals: float) -> None:
+    def __init__(self, refusals: float, *, speaks: bool = False) -> None:
         self.refusals = refusals
+        self.speaks = speaks
         self.looks = 0
 
     @property
     def may_act(self) -> bool:
         self.looks += 1
         return self.looks > self.refusals
+
+    @property
+    def agent_ns(self) -> int:
+        return self.looks if self.speaks else 0
 
 
 @pytest.fixture
@@ -42,6 +47,13 @@ def test_a_silent_agent_is_not_waited_for_for_good(slept: list[float]) -> None:
     with pytest.raises(JobStopped, match="has been silent for 600 s"):
         wait_for(Page(float("inf")))
     assert sum(slept) == pytest.approx(lease._SILENT_LIMIT_S, abs=0.1)
+
+
+def test_an_agent_that_lives_and_has_nothing_to_lend_is_waited_for(slept: list[float]) -> None:
+    """The job's own lease cannot be renewed, say."""
+    looks = int(2 * lease._SILENT_LIMIT_S / lease._LOOK_EVERY_S)
+    wait_for(Page(looks, speaks=True))
+    assert sum(slept) > lease._SILENT_LIMIT_S
 
 
 def test_what_the_check_says_comes_first(slept: list[float]) -> None:
