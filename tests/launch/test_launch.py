@@ -119,7 +119,7 @@ BAD = [
     (("nowhere.py",), "script 'nowhere.py' is no file"),
     (("--nproc-per-node=0", "s.py"), "--nproc-per-node is 0, wanted >= 1"),
     (("--nproc-per-node=two", "s.py"), "invalid int value: 'two'"),
-    (("--nnodes=0", "s.py"), "--nnodes is 0"),
+    (("--nnodes=0", "s.py"), "--nnodes is '0', wanted at least one node"),
     (("--nnodes=2", "--node-rank=2", "--master-port=5", "s.py"), "--node-rank is 2, wanted 0..1"),
     (("--nnodes=2", "s.py"), "--master-port is not set"),
     (("--master-port=70000", "s.py"), "--master-port is 70000"),
