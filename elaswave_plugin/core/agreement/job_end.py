@@ -8,6 +8,7 @@ from typing import Any
 
 from elaswave_plugin.core.agreement.alike import failed_alike
 from elaswave_plugin.core.agreement.messages import Report
+from elaswave_plugin.core.agreement.next_view import LAST_CALL
 from elaswave_plugin.core.agreement.reports import Reports
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_REQUEUE, EXIT_TOLD
@@ -46,7 +47,7 @@ def ending_of(
     if alike is not None:
         return Ending(reason=alike, exit_code=EXIT_FAILED)
     if all(slot in gone or slot in reports.done for slot in view.ranks):
-        return _with_nobody_left(reports, failed, lost)
+        return _with_nobody_left(view, reports, failed, lost)
     if reports.all_leave(view) and not reports.all_save_last(view):
         return Ending(reason="every worker was told to leave", exit_code=EXIT_TOLD)
     if view.epoch == 0 and reports.done and joined:
@@ -90,13 +91,18 @@ def _at_start(
     return Ending(reason=sentence, exit_code=code or EXIT_REQUEUE)
 
 
-def _with_nobody_left(reports: Reports, failed: list[Report], lost: Mapping[int, str]) -> Ending:
+def _with_nobody_left(
+    view: MembershipView, reports: Reports, failed: list[Report], lost: Mapping[int, str]
+) -> Ending:
     """End a job in which no worker works any more, once those that finished have exited."""
     codes = [reports.done[slot] for slot in reports.done if slot not in lost]
     if None in codes:
         return Ending()
     bad = [code for code in codes if code]
     bad += [report.exit_code for report in failed if report.exit_code]
+    if reports.done and not bad and view.reason == LAST_CALL:
+        # There is work left, for the next life of the job.
+        return Ending(reason="every worker has left, as it was told to", exit_code=EXIT_TOLD)
     if reports.done:
         return Ending(reason="all workers have finished", exit_code=bad[0] if bad else 0)
     if failed:
