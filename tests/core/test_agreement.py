@@ -47,3 +47,13 @@ def test_golden_script(path: Path) -> None:
 
 def test_there_are_golden_scripts() -> None:
     assert len(list(GOLDEN.glob("*.txt"))) >= 10
+
+
+def test_all_may_be_told_to_end_before_the_job_has_begun() -> None:
+    """Each slot is given up at once, the leader's first: the last agent sees nobody that leads."""
+    cluster = Cluster((0, 1), Timeouts())
+    cluster.do("start")
+    for slot in (0, 1):
+        cluster.tell(slot, "leave", "it was told to end by SIGTERM", cluster.now_s)
+        cluster.run()
+    assert not any(agreement.seats for agreement in cluster.alive.values())

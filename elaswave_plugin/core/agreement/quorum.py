@@ -50,8 +50,8 @@ class Nodes:
 
     @property
     def leader(self) -> int:
-        """The lowest node that lives."""
-        return self._living[0]
+        """The lowest node that lives; NOWHERE once all were told to leave, and have."""
+        return self._living[0] if self._living else NOWHERE
 
     def living(self) -> list[int]:
         """The nodes that have slots and are not lost."""
