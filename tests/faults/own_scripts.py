@@ -490,6 +490,14 @@ def resumes(folder: Path, done: int, *, place: str) -> tuple[Change, ...]:
     return (before_model(_LOAD), (_BIND, lines[place]))
 
 
+def goes_on(folder: Path) -> tuple[Change, ...]:
+    """A script that begins at the newest checkpoint of a folder, where there is one."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    load = _LOADED.format(folder=str(folder)).rstrip()
+    line = f"    done = {load} if Path({str(tracker)!r}).exists() else 0\n"
+    return (before_model(_LOAD), (_BIND, line + _RESUMED.format(done="done")))
+
+
 # A second model and its optimizer, of torch's, beside the bound one, as a GAN has.
 SECOND = (
     (

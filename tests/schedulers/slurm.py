@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +21,8 @@ from tests.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "srun")
 READY_S, COMMAND_S, END_S = 60.0, 20.0, 10.0
+# Between SIGTERM and SIGKILL for who is preempted.
+GRACE_S = 60
 POLL_S = 0.1
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -57,7 +59,10 @@ SchedulerParameters=sched_interval=1
 ReturnToService=2
 KillWait=10
 JobRequeue=1
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -107,12 +112,16 @@ class Slurm:
         words = ("sbatch", "--parsable", f"--chdir={output.parent}", f"--output={output}")
         return int(self._tell(*words, "--open-mode=append", text=script))
 
-    def submit_array(
-        self, script: Path, *arguments: str, tasks: int, folder: Path, env: Mapping[str, str]
+    def submit_file(
+        self,
+        script: Path,
+        *arguments: str,
+        options: Sequence[str],
+        folder: Path,
+        env: Mapping[str, str],
     ) -> int:
-        """Queue a script as an array of tasks in a folder; ``env``: beside this process's own."""
-        words = ["sbatch", "--parsable", f"--array=0-{tasks - 1}"]
-        words += [f"--output={folder}/output", str(script), *arguments]
+        """Queue a script, which is not changed, in a folder; ``env``: beside this process's own."""
+        words = ("sbatch", "--parsable", *options, str(script), *arguments)
         # A script finds its folder in SLURM_SUBMIT_DIR, which is where sbatch was called.
         return int(self._tell(*words, folder=folder, **env))
 
@@ -155,8 +164,24 @@ class Slurm:
         self._start_node(name)
         self.wait_for_node(name, "idle", limit_s=READY_S)
 
-    def cancel(self, job: int) -> None:
-        """Have `scancel` end a job."""
+    def preempt(self, name: str, until: Path) -> int:
+        """Queue a job that has to have this node, and keeps it until a file is there."""
+        text = f"#!/bin/bash\nuntil [ -e {until} ]; do sleep 0.1; done\n"
+        options = ("--partition=urgent", "--exclusive", f"--nodelist={name}", "--time=10")
+        words = ("sbatch", "--parsable", *options, "--output=/dev/null")
+        return int(self._tell(*words, text=text))
+
+    def minutes(self, job: int) -> int:
+        """Return for how many whole minutes a job has run."""
+        hours, minutes, _ = self.shown(job)["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def allow(self, job: int, minutes: int) -> None:
+        """Give a job another time limit."""
+        self._tell("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def cancel(self, job: int | str) -> None:
+        """Have `scancel` end a job, or one task of an array."""
         self._tell("scancel", str(job))
 
     def suspend(self, job: int) -> None:
@@ -208,7 +233,9 @@ class Slurm:
             (self.folder / "spool" / name).mkdir()
         host = socket.gethostname().partition(".")[0]
         user = pwd.getpwuid(os.getuid()).pw_name
-        text = CONFIGURATION.format(folder=self.folder, host=host, user=user, port=free_port())
+        text = CONFIGURATION.format(
+            folder=self.folder, host=host, user=user, port=free_port(), grace=GRACE_S
+        )
         for name in self.nodes:
             text += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1"
             text += f" Port={free_port()} CPUs={self._cpus} State=UNKNOWN\n"
@@ -310,12 +337,16 @@ class Slurm:
         return [process for process in found if _is_running(process)]
 
     def _kill_all(self, found: Callable[[], list[psutil.Process]]) -> None:
-        """Kill until none is found any more: one may start another meanwhile."""
+        """Kill until none is found any more: one may start another meanwhile.
+
+        All stand still first: none is to see another one's end, and to act on it.
+        """
         deadline_s = time.monotonic() + END_S
         while left := found():
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            for end in (psutil.Process.suspend, psutil.Process.kill):
+                for process in left:
+                    with contextlib.suppress(psutil.Error):
+                        end(process)
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"processes that do not end: {left}")
             time.sleep(0.01)

@@ -1,37 +1,41 @@
-"""The shipped array job: Slurm starts the task of a lost node again, and that node joins."""
+"""The shipped array job: tasks that Slurm takes away or starts again leave it and join it."""
 
-import os
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
-from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.conftest import Reference
-from tests.faults.harness import ROOT, SABOTAGED, JobSpec, Outcome, left_alive, pids_of
+from tests.faults.harness import JobSpec, Outcome
 from tests.proofs import Kind, Promise, proves
-from tests.schedulers.batch import JOB_S
-from tests.schedulers.slurm import OVER, Slurm
-from tests.schedulers.test_slurm import HOLD
+from tests.schedulers.batch import JOB_S, Shipped, hold, submit_shipped
+from tests.schedulers.slurm import GRACE_S, OVER, Slurm
 
 pytestmark = pytest.mark.timeout(400)
-ARRAY = ROOT / "examples" / "slurm" / "array.sbatch"
 SPEC = JobSpec(nproc=4, nodes=2, steps=80, dump="last", respawn=1)
-WAIT_S = 100.0
 
 
-def wait(reached: Callable[[], bool], what: str, folder: Path) -> None:
-    """Wait for something that only files show."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not reached():
-        output = folder / "output"
-        said = output.read_text()[-4000:] if output.exists() else ""
-        assert time.monotonic() < deadline_s, f"no {what}: {said}"
-        time.sleep(0.05)
+def submit(slurm: Slurm, data: Path, folder: Path, before: str) -> Shipped:
+    """Queue the array, a task a node."""
+    return submit_shipped(
+        slurm, "array.sbatch", SPEC, "--array=0-1", data=data, folder=folder, before=before
+    )
+
+
+def tasks_of(job: Shipped) -> tuple[str, str]:
+    """The names of the task that has begun node 1, and of the other one."""
+    number = int(job.environment_of(1)["SLURM_ARRAY_TASK_ID"])
+    return f"{job.number}_{number}", f"{job.number}_{1 - number}"
+
+
+def check_left(run: Outcome) -> None:
+    """Check that the workers of node 1 left between two steps: no step was computed twice."""
+    reasons = " ".join(view["reason"] for view in run.events("view_committed"))
+    assert all(f"worker {slot} (node 1) left: it was told to end" in reasons for slot in (2, 3))
+    assert "was lost" not in reasons
+    attempts = {(line["step"], line["epoch"]) for line in run.files.ledger}
+    assert len(attempts) == SPEC.steps
+    assert not run.orphans
 
 
 @proves(Kind.NODE_RETURN, Promise.EQUAL)
@@ -39,71 +43,72 @@ def test_slurm_brings_a_lost_node_back_and_it_joins(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
     go_on = tmp_path / "go_on"
-    hold = HOLD.format(step=SPEC.steps - 20, path=str(go_on))
-    program = [str(SABOTAGED), hold, SPEC.script]
-    directory = tmp_path / "run"
-    array = slurm.submit_array(
-        ARRAY,
-        *program,
-        *SPEC.arguments(data, directory),
-        tasks=2,
-        folder=tmp_path,
-        env={
-            "NNODES": "2",
-            "NPROC_PER_NODE": "2",
-            "RUN_DIR": str(directory),
-            "OMP_NUM_THREADS": "1",
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        },
-    )
-    wait(lambda: len(events(directory, "worker_started")) == 4, "workers", tmp_path)
-    wait(lambda: steps_of(directory) >= 3, "step 3", tmp_path)
-    task = task_of(directory, node=1)
-    lost = slurm.shown(f"{array}_{task}")["NodeList"]
+    job = submit(slurm, data, tmp_path, hold({SPEC.steps - 20: go_on}))
+    job.wait(lambda: job.step >= 3, "step 3")
+    task, other = tasks_of(job)
+    lost = slurm.shown(task)["NodeList"]
     slurm.lose_node(lost)
     try:
         # Slurm sees the loss, puts the task back into the queue, and starts it on a free node.
-        wait(lambda: len(came_back(directory)) == 2, "workers that are back", tmp_path)
+        job.wait_for_workers_back(2)
         go_on.touch()
-        for number in range(2):
-            name = f"{array}_{number}"
-            assert slurm.wait_for(name, *OVER, limit_s=JOB_S) == "COMPLETED"
-        again = slurm.shown(f"{array}_{task}")
+        for one in (task, other):
+            assert slurm.wait_for(one, *OVER, limit_s=JOB_S) == "COMPLETED"
+        again = slurm.shown(task)
     finally:
         slurm.bring_back(lost)
-    assert (again["Restarts"], slurm.exit_code(f"{array}_{task}")) == ("1", 0)
+    assert (again["Restarts"], slurm.exit_code(task)) == ("1", 0)
     assert again["NodeList"] != lost
-    run = Outcome(
-        spec=SPEC,
-        directory=directory,
-        returncode=0,
-        output=(tmp_path / "output").read_text(),
-        seconds=0.0,
-        orphans=left_alive(pids_of(directory), limit_s=10.0),
-    )
+    run = job.outcome()
     assert not run.orphans
     ranks = [view["ranks"] for view in run.events("view_committed")]
     assert ranks[:2] == [[0, 1, 2, 3], [0, 1]] and ranks[-1] == [0, 1, 2, 3]
     assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
 
 
-def events(directory: Path, kind: str) -> list[dict[str, object]]:
-    """The events of a kind so far."""
-    return [one for one in read_lines(directory / EVENTS_FILE) if one["kind"] == kind]
+@proves(Kind.LEAVE, Promise.EQUAL)
+def test_a_preempted_task_leaves_between_two_steps_and_joins_again(
+    slurm: Slurm,
+    data: Path,
+    tmp_path: Path,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ELASWAVE_NOTICE_TIMEOUT_S", str(GRACE_S - 10))
+    told, go_on = tmp_path / "told", tmp_path / "go_on"
+    before = hold({10: told, SPEC.steps - 20: go_on}, told=told)
+    job = submit(slurm, data, tmp_path, before)
+    job.wait(lambda: job.step == 9, "step 9")
+    task, other = tasks_of(job)
+    taken = slurm.shown(task)["NodeList"]
+    urgent = slurm.preempt(taken, until=go_on)
+    job.wait_for_workers_back(2)
+    assert slurm.state(urgent) == "RUNNING"
+    again = slurm.shown(task)
+    go_on.touch()
+    for one in (task, other):
+        assert slurm.wait_for(one, *OVER, limit_s=JOB_S) == "COMPLETED"
+    assert again["Restarts"] == "1" and again["NodeList"] != taken
+    assert slurm.shown(other)["Restarts"] == "0"
+    run = job.outcome()
+    check_left(run)
+    ranks = [view["ranks"] for view in run.events("view_committed")]
+    assert ranks[0] == ranks[-1] == [0, 1, 2, 3] and [0, 1] in ranks
+    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
 
 
-def steps_of(directory: Path) -> int:
-    """The last step that some worker has completed; -1: none."""
-    return max((line["step"] for line in read_lines(directory / STEPS_FILE)), default=-1)
-
-
-def task_of(directory: Path, *, node: int) -> str:
-    """The number of the array task that has begun a node."""
-    (begun,) = [one for one in events(directory, "job_started") if one["node"] == node]
-    environment = psutil.Process(int(str(begun["launcher_pid"]))).environ()
-    return str(environment["SLURM_ARRAY_TASK_ID"])
-
-
-def came_back(directory: Path) -> list[dict[str, object]]:
-    """The workers that are built, and wait to be let in."""
-    return [one for one in events(directory, "worker_ready") if one["incarnation"]]
+@proves(Kind.LEAVE, Promise.EQUAL)
+def test_scancel_of_a_task_takes_its_node_and_not_the_job(
+    slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    told = tmp_path / "told"
+    job = submit(slurm, data, tmp_path, hold({10: told}, told=told))
+    job.wait(lambda: job.step == 9, "step 9")
+    task, other = tasks_of(job)
+    slurm.cancel(task)
+    assert slurm.wait_for(other, *OVER, limit_s=JOB_S) == "COMPLETED"
+    assert (slurm.state(task), slurm.shown(task)["Restarts"]) == ("CANCELLED", "0")
+    run = job.outcome()
+    check_left(run)
+    assert run.events("view_committed")[-1]["ranks"] == [0, 1]
+    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()

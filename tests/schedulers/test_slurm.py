@@ -13,9 +13,8 @@ import pytest
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, check_equal, left_alive, pids_of
-from tests.faults.test_last_checkpoint import completed_once
 from tests.proofs import Kind, Promise, proves
-from tests.schedulers.batch import LAUNCHERS, Submitted, left_in_shared_memory, submit
+from tests.schedulers.batch import LAUNCHERS, Submitted, hold, left_in_shared_memory, submit
 from tests.schedulers.slurm import OVER, Slurm
 
 # Above all waits of a test together: what hangs is then told by the wait that it hangs in.
@@ -23,28 +22,7 @@ pytestmark = pytest.mark.timeout(400)
 SPEC = JobSpec(steps=80, dump="last")
 ENDLESS = JobSpec(nodes=4, steps=100_000, dump="never")
 START_S = 100.0
-SUSPENDED_S = 10.0
-# All wait in the batch of this step, once it was announced, until a file is there.
-HOLD = """
-import os, time
-from elaswave_plugin.loops.guarded_steps import GuardedSteps
-begin_now = GuardedSteps.begin
-def begin_when_told(self):
-    begin_now(self)
-    member = self.worker.member
-    if self.worker.completed != {step}:
-        return
-    member.announce("a slow batch")
-    try:
-        deadline_s = time.monotonic() + 100
-        while not os.path.exists({path!r}):
-            member.check()
-            assert time.monotonic() < deadline_s, "nobody said that it may go on"
-            time.sleep(0.005)
-    finally:
-        member.announce(None)
-GuardedSteps.begin = begin_when_told
-"""
+SUSPENDED_S = 30.0
 
 
 def wait_for_step(slurm: Slurm, job: Submitted, step: int) -> None:
@@ -146,7 +124,7 @@ def test_a_lost_node_ends_neither_the_job_nor_the_step(
         options=("--no-kill",),
         start="srun --no-kill --wait=0 --kill-on-bad-exit=0",
         # Slurm sees the loss after seconds, and the step has to outlive what it does then.
-        before=HOLD.format(step=SPEC.steps - 20, path=str(go_on)),
+        before=hold({SPEC.steps - 20: go_on}),
     )
     wait_for_step(slurm, job, 3)
     slurm.lose_node("n3")
@@ -178,25 +156,3 @@ def test_a_batch_script_is_no_task_of_srun(slurm: Slurm, data: Path, tmp_path: P
     assert slurm.wait_for(job.number, *OVER, limit_s=START_S) == "FAILED"
     assert slurm.exit_code(job.number) == 2
     assert "elaswave_plugin.run: RANK, WORLD_SIZE not set: start this with" in job.output
-
-
-@proves(Kind.ALL_LEAVE, Promise.WHOLE)
-def test_the_time_limit_leaves_a_last_checkpoint(slurm: Slurm, data: Path, tmp_path: Path) -> None:
-    spec = replace(
-        ENDLESS, launcher=("--notice-timeout-s=60",), options=(f"--save={tmp_path / 'saved'}",)
-    )
-    job = submit(
-        slurm,
-        spec,
-        data=data,
-        directory=tmp_path,
-        by=LAUNCHERS,
-        # Slurm looks every 30 s, and up to 30 s early: it is sent 15 to 45 s after the start.
-        options=("--time=2", "--signal=TERM@75"),
-    )
-    run = job.outcome(slurm)
-    assert run.returncode == 128 + signal.SIGTERM, run.output[-4000:]
-    assert not run.orphans
-    assert "every worker was told to leave, and they write a last checkpoint first" in run.output
-    done = completed_once(run)
-    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == str(done)
