@@ -277,7 +277,8 @@ class Seat:
             case said.Ready():
                 trainer.facts = message.facts
                 common.events.emit("worker_ready", slot=slot, incarnation=trainer.incarnation)
-                if agreement.worker(slot) not in agreement.committed:
+                # A view with it that an earlier leader had proposed may come to nothing.
+                if not trainer.delivered:
                     common.coordinator.enter(slot, wanted=lambda: trainer.works)
             case said.Begun():
                 if (ballot := self._ballot_of(message.epoch)) is not None:

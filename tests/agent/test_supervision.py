@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.jobs import LAUNCH, TRAINER, WAIT_S, Job
+from tests.launch.test_join import let_in
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
 
@@ -152,6 +153,25 @@ def test_the_next_agent_starts_the_trainer_again_that_was_to_come(tmp_path: Path
         assert not [e for e in job.events("worker_started") if e["incarnation"]]
         assert job.one("started", 1)["pid"] != job.pids[1]
         assert job.finish([0, 2]) == 0
+    assert len(job.events("worker_started")) == 4
+
+
+@proves(Kind.AGENT, Promise.GOES_ON)
+def test_the_next_agent_lets_a_newcomer_in_that_was_about_to_enter(tmp_path: Path) -> None:
+    """The view with it that was proposed comes to nothing: it is proposed again."""
+    with Job(tmp_path, 3, TINY_RESPAWN="3").start() as job:
+        job.kill(1)
+        assert ranks_of(job, [0, 2], 2) == [0, 2]
+        job.one("ring", 1, epoch=3)
+        assert "joins as 1.1" in job.events("view_proposed")[-1]["reason"]
+        job.kill_agent(0)
+        job.next_agent(0, 1)
+        without = job.all("commit", [0, 2])
+        assert {one["reason"] for one in without} == {
+            "worker 1 (node 0) left: it had not been let in yet"
+        }
+        assert let_in(job, 1, [0, 2], epoch=without[0]["epoch"] + 1) == [0, 1, 2]
+        assert job.finish([0, 1, 2]) == 0
     assert len(job.events("worker_started")) == 4
 
 
