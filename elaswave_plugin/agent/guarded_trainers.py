@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from elaswave_plugin.agent.starters import ExecStarter, Given, Starter
@@ -35,8 +34,6 @@ class Trainer:
     pid: int = 0
     pidfd: int = -1
     end: dict[str, Any] | None = None
-    # The other way to start it, where the one that was tried may be gone.
-    instead: Callable[[], None] | None = None
 
     @property
     def facts(self) -> Call:
@@ -55,13 +52,6 @@ class Trainer:
         is_done = status is not None and os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
         (self.orphans.end if is_done else self.orphans.end_now)(self.pid)
         self.tell({"n": "ended", **self.facts}, [])
-
-    def not_started(self, why: str) -> None:
-        """The process that should fork it is gone: a zygote's death costs nobody anything."""
-        if self.instead is None:
-            self.ended(None, why, None)
-        else:
-            self.instead()
 
     def kill(self) -> None:
         """End it."""
@@ -97,11 +87,11 @@ class GuardedTrainers:
         return list(self._known.values())
 
     def start_by(self, starters: Sequence[Starter], pid: int) -> None:
-        """Start others in these ways, by place: by a child of this process, which is no orphan."""
+        """Start others in these ways, by place: by a child of this process, which is no orphan.
+
+        The ways before end by themselves: what they were asked for may be about to come.
+        """
         self._not_orphans.add(pid)
-        for starter in self._starters:
-            if starter is not None:
-                starter.close()
         self._starters = list(starters)
 
     def start(self, place: int, slot: int, incarnation: int, program: Call, given: Given) -> None:
@@ -116,8 +106,6 @@ class GuardedTrainers:
         what = Program(**{**program, "args": tuple(program["args"])})
         starter = self._starters[place] if place < len(self._starters) else None
         if starter is not None:
-            if starter.stands_for_exec:
-                trainer.instead = partial(self._exec.start, what, given, trainer)
             # What should fork it may be gone: by exec it is slower, and that is all.
             with contextlib.suppress(OSError):
                 starter.start(what, given, trainer)

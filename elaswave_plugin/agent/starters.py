@@ -50,14 +50,9 @@ class Watcher(Protocol):
     def ended(self, status: int | None, why: str, exit_code: int | None) -> None:
         """It has ended, by a wait status where one is known; else `why`."""
 
-    def not_started(self, why: str) -> None:
-        """It was never forked: the process that should do that is gone."""
-
 
 class Starter(Protocol):
-    """A way to start trainers; `stands_for_exec`: where it is gone, exec does the same."""
-
-    stands_for_exec: bool
+    """A way to start trainers."""
 
     def start(self, program: Program, given: Given, watcher: Watcher) -> None:
         """Start one. Raises OSError where it cannot any more."""
@@ -68,8 +63,6 @@ class Starter(Protocol):
 
 class ExecStarter:
     """Starts trainers in fresh interpreters, as children of this process."""
-
-    stands_for_exec = True
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
@@ -128,7 +121,8 @@ class ForkServer:
     """Has another process fork trainers, over a connection to it.
 
     `ours`: the trainers become children of this process, and outlive the other one; else they end
-    with it, and it tells how.
+    with it, and it tells how. What a zygote does not come to is started by exec: its death costs
+    nobody anything.
     """
 
     def __init__(
@@ -137,14 +131,14 @@ class ForkServer:
         sock: socket.socket,
         *,
         ours: bool = False,
-        stands_for_exec: bool = True,
+        is_task: bool = False,
         on_other: Callable[[Frame], None] = lambda frame: None,
     ) -> None:
         """`on_other`: is told what else the other process says.
 
-        `stands_for_exec`: trainers may as well be started by exec, as a zygote's may.
+        `is_task`: trainers are to have the devices and limits of the other process.
         """
-        self.stands_for_exec = stands_for_exec
+        self._exec = None if is_task else ExecStarter(reactor)
         self._on_other = on_other
         self._reactor = reactor
         self._sock = sock
@@ -152,7 +146,7 @@ class ForkServer:
         self._buffer = FrameBuffer()
         self._fds: list[int] = []
         # Those that were asked for, and those that run, by process id.
-        self._asked: deque[Watcher] = deque()
+        self._asked: deque[tuple[Program, Given, Watcher]] = deque()
         self._running: dict[int, Watcher] = {}
         self._is_open = True
         reactor.watch(sock.fileno(), self._read)
@@ -172,7 +166,7 @@ class ForkServer:
         data = encode(request)
         sent = socket.send_fds(self._sock, [data], [0, 1, 2, *given.fds])
         self._sock.sendall(data[sent:])
-        self._asked.append(watcher)
+        self._asked.append((program, given, watcher))
 
     def close(self) -> None:
         """The other process ends trainers that are its children."""
@@ -195,7 +189,7 @@ class ForkServer:
 
     def _take(self, frame: Frame) -> None:
         if "pid" in frame:
-            watcher, pidfd = self._asked.popleft(), self._fds.pop(0)
+            (_, _, watcher), pidfd = self._asked.popleft(), self._fds.pop(0)
             if self._ours:
                 os.close(pidfd)
                 watch_child(self._reactor, frame["pid"], watcher)
@@ -203,7 +197,8 @@ class ForkServer:
                 self._running[frame["pid"]] = watcher
                 watcher.started(frame["pid"], pidfd)
         elif "error" in frame:
-            self._asked.popleft().ended(None, f"not started: {frame['error']}", frame["exit_code"])
+            _, _, watcher = self._asked.popleft()
+            watcher.ended(None, f"not started: {frame['error']}", frame["exit_code"])
         elif "pid_ended" not in frame:
             self._on_other(frame)
         elif frame["pid_ended"] in self._running:
@@ -213,8 +208,11 @@ class ForkServer:
     def _gone(self) -> None:
         self.close()
         asked, self._asked = [*self._asked], deque()
-        for watcher in asked:
-            watcher.not_started("not started: what should fork it has ended")
+        for program, given, watcher in asked:
+            if self._exec is None:
+                watcher.ended(None, "not started: what should fork it has ended", None)
+            else:
+                self._exec.start(program, given, watcher)
         running, self._running = [*self._running.values()], {}
         for watcher in running:
             # Its end and that of the other process come together; both were told, if not to us.

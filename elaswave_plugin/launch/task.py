@@ -65,7 +65,7 @@ class Task:
         return ForkServer(
             reactor,
             self.sock.dup(),
-            stands_for_exec=False,  # the task has devices and limits of its own
+            is_task=True,  # the task has devices and limits of its own
             on_other=lambda frame: on_signal(int(frame["signal"])),
         )
 
@@ -215,10 +215,6 @@ class _Served:
         """The trainer has ended."""
         os.close(self._pidfds.pop(self._pid))
         self._say({"pid_ended": self._pid, "status": status})
-
-    def not_started(self, why: str) -> None:
-        """Nothing forks it but this process."""
-        raise AssertionError(why)
 
     def _say(self, frame: Frame) -> None:
         with contextlib.suppress(OSError):  # the reading side sees its end

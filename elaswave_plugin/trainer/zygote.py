@@ -18,7 +18,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -149,9 +148,9 @@ class Zygote:
     def _hand_over(self, guardian: _Guardian, given: list[int]) -> bool:
         """Fork a trainer that becomes the guardian's child; true in it.
 
-        The process between the two ends at once, and the kernel gives its child to the guardian.
+        The process between the two ends at once, and the kernel gives its child to the guardian,
+        which the child tells of itself: the zygote may be dead by then.
         """
-        ours, theirs = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_TO_END)
         try:
             between = os.fork()
@@ -159,40 +158,28 @@ class Zygote:
             between = -1
         if between == 0:
             try:
-                pid = os.fork()
+                if os.fork():
+                    os._exit(0)
             except OSError:
                 os._exit(1)
-            if pid:
-                os.write(theirs, struct.pack("q", pid))
-                os._exit(0)
-            os.close(ours)
-            os.close(theirs)
             while os.getppid() != self._guardian_pid:
                 if os.getppid() == 1:  # the guardian is gone
                     os._exit(128 + signal.SIGKILL)
                 time.sleep(0.001)
             die_with_parent(self._guardian_pid)
             lead_group()
+            pidfd = os.pidfd_open(os.getpid())
+            socket.send_fds(guardian.sock, [encode({"pid": os.getpid()})], [pidfd])
+            os.close(pidfd)
             self._close()
             for number in SIGNALS_TO_END:
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         if between == 0:
             return True
-        os.close(theirs)
         _close_all(given)
-        told = os.read(ours, 8)
-        os.close(ours)
-        if between > 0:
-            os.waitpid(between, 0)
-        if not told:
+        if between < 0 or os.waitpid(between, 0)[1]:
             _refuse(guardian, "fork failed: there is no room for another process", 1)
-            return False
-        (pid,) = struct.unpack("q", told)
-        with contextlib.suppress(OSError):  # it has ended, and its parent reaped it
-            pidfd = os.pidfd_open(pid)
-            socket.send_fds(guardian.sock, [encode({"pid": pid})], [pidfd])
-            os.close(pidfd)
         return False
 
     def _fork(self, guardian: _Guardian, given: list[int]) -> bool:

@@ -272,8 +272,6 @@ def test_the_next_agent_is_told_of_trainers_that_live_and_that_ended_meanwhile(
 class LaterStarter:
     """Starts a trainer when the test says so, as a zygote that still imports does."""
 
-    stands_for_exec = True
-
     def __init__(self) -> None:
         self.asked: list[Watcher] = []
 
@@ -326,23 +324,15 @@ class GoneStarter(LaterStarter):
         raise BrokenPipeError("the zygote is gone")
 
 
-class DyingStarter(LaterStarter):
-    """It was asked, and dies before it has forked anything."""
-
-    def start(self, program: Program, given: Given, watcher: Watcher) -> None:
-        watcher.not_started("what should fork it has ended")
-
-
-@pytest.mark.parametrize("starter", [GoneStarter, DyingStarter])
 def test_where_nothing_can_fork_it_any_more_a_trainer_is_started_by_exec(
-    node: Callable[..., Node], starter: Callable[[], LaterStarter]
+    node: Callable[..., Node],
 ) -> None:
     def only(life: Life) -> None:
         life.start(0)
         life.await_trainers(lambda found: bool(found[0]["pid"]))
         life.tell(pid=life.trainers()[0]["pid"])
 
-    one = node(only, starter=starter())
+    one = node(only, starter=GoneStarter())
     assert one.run() == 0
     (pid,) = one.told("pid")
     # The job is over, and so are its trainers.
