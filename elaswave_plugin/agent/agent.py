@@ -15,7 +15,6 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from elaswave_plugin.agent.agent_spec import AgentSpec
 from elaswave_plugin.agent.common import Common
@@ -183,10 +182,10 @@ class Agent:
     def _begin_job_lease(self) -> JobLease | None:
         """Renew the lease of the job from now on, where it has one and this node begins it."""
         spec = self._spec
-        if spec.job_folder is None:
+        if spec.job_place is None:
             return None
         lease = JobLease(
-            Path(spec.job_folder),
+            spec.job_place.lease(spec.rendezvous.secret),
             spec.job_life,
             self._reactor,
             leads=self._listener is not None,

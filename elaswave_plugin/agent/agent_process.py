@@ -5,7 +5,6 @@ The guardian has imported what an agent needs: importing it again takes a fifth 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -25,6 +24,7 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import (
     SIGNALS_TO_END,
+    close_all_but,
     die_with_parent,
     exit_at_once,
     lead_group,
@@ -70,7 +70,7 @@ class AgentProcess:
             gc.freeze()
             listener = self.listener if life == 0 else None
             kept = [calls, notices, *self.data, *([] if listener is None else [listener])]
-            _close_all_but({sock.fileno() for sock in kept})
+            close_all_but({sock.fileno() for sock in kept})
             # Who signals all processes of a job means the guardian, which hands it on.
             for number in SIGNALS_TO_END:
                 signal.signal(number, signal.SIG_IGN)
@@ -90,12 +90,3 @@ class AgentProcess:
             traceback.print_exc()
         finally:
             exit_at_once(code)
-
-
-def _close_all_but(kept: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd > 2 and fd not in kept:
-            # One of them is the descriptor of the listing itself, closed by now.
-            with contextlib.suppress(OSError):
-                os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from elaswave_plugin.agent.peers.job_place import JobPlace
 from elaswave_plugin.agent.peers.rendezvous import RendezvousSpec
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.ipc.environment import Program
@@ -17,8 +18,8 @@ class AgentSpec:
     `envs`: the environment of the trainer in each place of this node; the first places have the
     slots of the launch, `standby` more wait for slots that are lost elsewhere. `first_args`: what a
     launcher adds before the script's arguments in each place. `joins`: agents of a running job
-    ("host:port") in which the places take `wanted` slots, if they are free. `job_folder`: that of
-    the job's record, where nodes share one, of which this is the life `job_life`.
+    ("host:port") in which the places take `wanted` slots, if they are free. `job_place`: where a
+    job of one name is known, of which this is the life `job_life`.
     """
 
     rendezvous: RendezvousSpec
@@ -33,7 +34,7 @@ class AgentSpec:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     joins: tuple[str, ...] = ()
     wanted: tuple[int, ...] = ()
-    job_folder: str | None = None
+    job_place: JobPlace | None = None
     job_life: int = 0
 
     def program_in(self, place: int) -> Program:

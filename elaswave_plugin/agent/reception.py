@@ -47,7 +47,7 @@ class Reception:
             "timeouts": asdict(spec.timeouts),
             "heartbeat": asdict(spec.heartbeat),
             "program": describe_program(spec.program),
-            "job_folder": spec.job_folder,
+            "job_place": asdict(spec.job_place) if spec.job_place else None,
             "job_life": spec.job_life,
         }
 

@@ -134,7 +134,7 @@ def seek_admission(spec: AgentSpec, address: str, *, life: int) -> Admitted:
         except ConnectionRefusedError as error:
             why = "no agent of the job is there any more"
             # Where the job has a record, that tells what became of it.
-            code = EXIT_CONFIGURATION if spec.job_folder is None else EXIT_REQUEUE
+            code = EXIT_CONFIGURATION if spec.job_place is None else EXIT_REQUEUE
             raise SlotRefusedError(why, code) from error
         except OSError as error:
             # An agent has gone meanwhile, and may not be lost for sure: begin again.

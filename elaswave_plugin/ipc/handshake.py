@@ -46,6 +46,7 @@ class Kind(IntEnum):
     # No proof: it asks for the secret, where the launcher's rendezvous is trusted with it.
     SECRET = 5
     MEMORY = 6
+    NAME = 7
 
 
 class HandshakeError(ElasWaveError, ConnectionError):

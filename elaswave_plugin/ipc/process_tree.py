@@ -58,6 +58,16 @@ def exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
+def close_all_but(kept: set[int]) -> None:
+    """Close all descriptors but these and the standard streams, after a fork."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in kept:
+            # One of them is the descriptor of the listing itself, closed by now.
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
 def lead_group() -> None:
     """Make this process the leader of a process group, which its children belong to."""
     os.setpgid(0, 0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from elaswave_plugin.agent.peers.job_place import JobPlace
 from elaswave_plugin.agent.peers.same_program import describe_program, difference
 from elaswave_plugin.agent.way_in import Roster, ask_roster
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
@@ -17,7 +18,8 @@ from elaswave_plugin.ipc.environment import RESERVE, Program
 from elaswave_plugin.ipc.handshake import secret_at
 from elaswave_plugin.ipc.secret import Secret, named_secrets
 from elaswave_plugin.ipc.wire import Frame
-from elaswave_plugin.launch.options import LaunchSpec, SharedJob
+from elaswave_plugin.launch.options import LaunchSpec
+from elaswave_plugin.launch.shared_options import SharedJob
 
 _ANSWER_S = 5.0
 # So long a worker that was told to leave may take: it leaves between two steps.
@@ -88,17 +90,17 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
 
 
 def _shared(spec: LaunchSpec, record: Frame) -> SharedJob | None:
-    """The job's own folder and life, where it renews a lease: this node may have to do that."""
-    if record.get("job_folder") is None:
+    """The job's own place and life, where it renews a lease: this node may have to do that."""
+    if record.get("job_place") is None:
         return spec.shared
-    folder = Path(record["job_folder"])
-    if not os.access(folder, os.W_OK | os.X_OK):
+    place = JobPlace.of_record(record["job_place"])
+    if place.folder and not os.access(place.folder, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"the job renews its lease in {str(folder)!r}, which cannot be written here: have this"
+            f"the job renews its lease in {place.folder!r}, which cannot be written here: have this"
             " node see it too"
         )
-    given = spec.shared or SharedJob(folder=folder, least=1, most=1, last_call_s=0.0)
-    return replace(given, folder=folder, life=int(record["job_life"]))
+    given = spec.shared or SharedJob(name="", place=place, least=1, most=1, last_call_s=0.0)
+    return replace(given, place=place, life=int(record["job_life"]))
 
 
 def _with_room(roster: Roster, secret: Secret, wanted: int) -> Roster:

@@ -199,7 +199,7 @@ class _NodeJob:
             notice_file=str(spec.notice_file) if spec.notice_file else None,
             timeouts=spec.timeouts,
             heartbeat=spec.heartbeat,
-            job_folder=str(spec.shared.folder) if spec.shared else None,
+            job_place=spec.shared.place if spec.shared else None,
             job_life=spec.shared.life if spec.shared else 0,
         )
 
@@ -343,7 +343,7 @@ def reserve_port() -> socket.socket:
 def _job_name(spec: LaunchSpec, port: int) -> str:
     """Return the name that all nodes give the job, from the port that each of them is told."""
     if spec.shared is not None:
-        return f"{spec.shared.folder.name}-{spec.shared.life}"
+        return f"{spec.shared.name}-{spec.shared.life}"
     return f"elaswave-{port}"
 
 

@@ -14,9 +14,16 @@ from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
+from elaswave_plugin.launch.durations import seconds
 from elaswave_plugin.launch.job_secret import REQUIRE
 from elaswave_plugin.launch.preflight import check_run_dir
 from elaswave_plugin.launch.script_options import check_script_options, hint_for
+from elaswave_plugin.launch.shared_options import (
+    SharedJob,
+    add_shared_options,
+    node_range,
+    shared_job,
+)
 from elaswave_plugin.rehearsed import rehearsed_settings
 from elaswave_plugin.toml_file import toml_section
 
@@ -39,8 +46,6 @@ _OF_THE_JOB = (
 
 START, HEARTBEAT = "start_timeout_s", "heartbeat_timeout_s"
 START_S = 600.0
-# As torchrun's last call.
-LAST_CALL_S = 30.0
 _MEANING = (
     (QUIESCE, "a worker that does not answer a view change in this time is killed"),
     (START, "all nodes have to be there by then"),
@@ -67,24 +72,6 @@ class LaunchTimeouts:
     start_s: float
     agreement: Timeouts
     heartbeat: Heartbeat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedJob:
-    """A job that the same line on every node starts or joins, by a folder that all of them see.
-
-    It begins on `least` to `most` nodes, `last_call_s` after the least are there; this one is
-    reached at `local_addr`, or by the way out of this machine. `life`: of the job, once one of its
-    lives begins here; `scripts_port`: MASTER_PORT in it.
-    """
-
-    folder: Path
-    least: int
-    most: int
-    last_call_s: float
-    local_addr: str | None = None
-    life: int = 0
-    scripts_port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +153,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         _check_join(options, parser)
     shared = script_settings(args, os.environ)
     timeouts = read_timeouts(options, os.environ, quiesce_timeout_s=shared.quiesce_timeout_s)
-    least, most = _node_range(options.nnodes)
+    least, most = node_range(options.nnodes)
     notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
     if options.standalone and most != 1:
         raise ConfigurationError(
@@ -187,7 +174,7 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         join=options.join,
         standby=options.standby,
         reserve=_reserve(options),
-        shared=_shared_job(options, parser, least, most),
+        shared=shared_job(options, parser, least, most),
         notice_file=Path(notice_file).absolute() if notice_file else None,
         start_timeout_s=timeouts.start_s,
         timeouts=timeouts.agreement,
@@ -280,17 +267,12 @@ def _parser() -> _Parser:
         parser.add_argument(*names, help=text, **more)  # type: ignore[arg-type]
 
     add("nproc-per-node", "workers on this node", type=int, default=1)
-    add("nnodes", "nodes in the job; MIN:MAX with --rdzv-dir", metavar="N or MIN:MAX", default="1")
+    add("nnodes", "nodes in the job; MIN:MAX with --rdzv-id", metavar="N or MIN:MAX", default="1")
     add("node-rank", "number of this node, from 0", type=int, default=0)
     add("master-addr", "address of node 0", default="127.0.0.1")
     add("master-port", "a free port of node 0; 0 picks one (one node)", type=int, default=0)
     add("standalone", "one node (accepted for torchrun's sake)", action="store_true")
-    add("rdzv-id", "name of the job, for the same line on every node, with --rdzv-dir")
-    text = "a folder that all nodes see: this line starts the job of that name there, or joins it"
-    add("rdzv-dir", text, type=Path)
-    text = "once MIN nodes are there, wait so long for more"
-    add("rdzv-last-call", text, type=seconds, metavar="SECONDS", default=LAST_CALL_S)
-    add("local-addr", "address of this node for the others, with --rdzv-dir")
+    add_shared_options(add)
     parser.add_argument(
         "--join",
         metavar="HOST:PORT",
@@ -319,45 +301,6 @@ def _parser() -> _Parser:
     parser.add_argument("script", help="script, or module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
-
-
-def _node_range(text: str) -> tuple[int, int]:
-    """Read N or MIN:MAX, as torchrun has it."""
-    least, colon, most = text.partition(":")
-    if not (least.isdecimal() and (most.isdecimal() if colon else True)):
-        raise ConfigurationError(f"--nnodes is {text!r}, wanted a number, or two as in 2:4")
-    low, high = int(least), int(most or least)
-    if low < 1:
-        raise ConfigurationError(f"--nnodes is {text!r}, wanted at least one node")
-    if low > high:
-        raise ConfigurationError(f"--nnodes is {text!r}: MIN is above MAX")
-    return low, high
-
-
-def _shared_job(
-    options: argparse.Namespace, parser: argparse.ArgumentParser, least: int, most: int
-) -> SharedJob | None:
-    if options.rdzv_dir is None:
-        for name in ("rdzv_id", "local_addr"):
-            if getattr(options, name) is not None:
-                raise ConfigurationError(f"--{name.replace('_', '-')} is set, and --rdzv-dir not")
-        if least != most:
-            raise ConfigurationError(f"--nnodes is {options.nnodes!r}: MIN:MAX needs --rdzv-dir")
-        return None
-    for name in ("join", "node_rank", "master_addr", "master_port"):
-        if getattr(options, name) != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{option} and --rdzv-dir say the same twice: leave one out")
-    name = options.rdzv_id or ""
-    if not name or "/" in name or name.startswith("."):
-        raise ConfigurationError(f"--rdzv-id is {name!r}, wanted the job's name, as run-17")
-    return SharedJob(
-        folder=options.rdzv_dir.absolute() / name,
-        least=least,
-        most=most,
-        last_call_s=options.rdzv_last_call,
-        local_addr=options.local_addr,
-    )
 
 
 def _reserve(options: argparse.Namespace) -> int:
@@ -432,17 +375,6 @@ def read_timeouts(
         agreement=Timeouts(**found),
         heartbeat=Heartbeat(timeout_s=heartbeat_s),
     )
-
-
-def seconds(text: str) -> float:
-    """A positive number; raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return value
 
 
 def _defaults() -> dict[str, float]:

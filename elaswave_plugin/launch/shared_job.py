@@ -1,32 +1,22 @@
-"""`elaswave run --rdzv-dir`: the same line on every node, whenever it is started, starts or joins.
+"""`elaswave run --rdzv-dir` and `--rdzv-endpoint`: the same line on every node starts or joins.
 
-The nodes share a record of the job in that folder (`core/agreement/founding.py` says what becomes
-of it); what is decided there is carried out here, by the same code as `--node-rank` and `--join`.
+What the nodes know of each other is in a folder (`job_folder.py`), or asked of the names of all
+(`job_names.py`); what is decided there is carried out here, by the same code as `--node-rank` and
+`--join`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from elaswave_plugin.agent.peers.job_file import held
-from elaswave_plugin.agent.peers.rendezvous import MeetingWait, own_host
-from elaswave_plugin.agent.peers.same_program import describe_program, difference
-from elaswave_plugin.core.agreement.founding import (
-    Decision,
-    End,
-    Founder,
-    Join,
-    Start,
-    Wait,
-)
+from elaswave_plugin.agent.peers.rendezvous import MeetingWait, listen_at, way_out
+from elaswave_plugin.core.agreement.founding import Decision, End, Join, LastCall, Start, Wait
 from elaswave_plugin.errors import (
     EXIT_CONFIGURATION,
     EXIT_REQUEUE,
@@ -34,20 +24,19 @@ from elaswave_plugin.errors import (
     ConfigurationError,
 )
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import Program
-from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, secret_in, write_secret
+from elaswave_plugin.launch.job_folder import JobFolder
+from elaswave_plugin.launch.job_names import JobNames
+from elaswave_plugin.launch.job_program import program_of
 from elaswave_plugin.launch.join import NoAnswerError, NoRoomError
 from elaswave_plugin.launch.node_job import NodeEnd, reserve_port, run_part
-from elaswave_plugin.launch.options import LaunchSpec, SharedJob
+from elaswave_plugin.launch.options import LaunchSpec
 from elaswave_plugin.launch.preflight import SecondJobError
+from elaswave_plugin.launch.shared_options import SharedJob
 from elaswave_plugin.launch.sizes import fits
 
 _LOOK_EVERY_S = 1.0
 _MEET_WITHIN_S = 60.0
-_OPEN_WITHIN_S = 60.0
 _MOST_FAILED_STARTS = 5
-# An address that nobody has (RFC 5737): the way there is the way out of this machine.
-_OUTSIDE = "192.0.2.1"
 
 
 def run_shared_job(spec: LaunchSpec, shared: SharedJob) -> int:
@@ -56,40 +45,50 @@ def run_shared_job(spec: LaunchSpec, shared: SharedJob) -> int:
     Raises ConfigurationError for bad input: a folder that cannot be written, another program.
     """
     _check(spec, shared)
-    _open_folder(shared)
-    os.environ.setdefault(SECRET_FILE, str(secret_in(shared.folder)))
     return _Node(spec, shared).run()
 
 
+class _Place(Protocol):
+    """The place where nodes learn of each other; `host`: the name of this one, if it has one."""
+
+    host: str | None
+
+    def look(self, address: str, scripts_port: int) -> Decision:
+        """Look what there is to do; raises ConfigurationError where the others run another job."""
+
+    def takes_part(self, life: int) -> None:
+        """This node is about to take part in a life; raises OSError."""
+
+    def waits(self, life: int) -> None:
+        """It has come back from it, and waits; raises OSError."""
+
+    def close(self) -> None:
+        """It waits no more."""
+
+
 class _Node:
-    """This node, as long as it looks at the record between its parts in the job."""
+    """This node, as long as it looks at the place between its parts in the job."""
 
     def __init__(self, spec: LaunchSpec, shared: SharedJob) -> None:
         self._spec = spec
         self._shared = shared
-        self._host = shared.local_addr or _way_out()
-        program = Program(script=spec.script, args=spec.args, module=spec.module)
-        # What a job cannot begin with where it differs from node to node.
-        alike = {"nproc": spec.nproc_per_node, "reserve": spec.reserve}
-        self._program = {**describe_program(program), **alike}
-        self._founder = Founder(
-            f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
-            program=self._program,
-            least=shared.least,
-            most=shared.most,
-            last_call_s=shared.last_call_s,
-            fits=lambda nodes: fits(spec.args, nodes * spec.nproc_per_node),
-        )
-
+        self._place = _open_place(spec, shared)
+        self._host = shared.local_addr or self._place.host or way_out()
         self._waiting = MeetingWait()
         self._failed_starts = 0
-        if shared.most > 1 and self._host.startswith("127."):
+        if not shared.local_addr and not self._place.host and self._host.startswith("127."):
             say(f"other machines do not reach this node at {self._host}: name its --local-addr")
         # MASTER_PORT of the scripts, if it founds.
         self._scripts = reserve_port()
 
     def run(self) -> int:
         """Look, and do what is to be done, until there is an exit code."""
+        try:
+            return self._run()
+        finally:
+            self._place.close()
+
+    def _run(self) -> int:
         while True:
             decision, listener = self._next()
             if self._is_told_to_leave:
@@ -109,7 +108,8 @@ class _Node:
         """
         with _listen(self._host) as listener:
             address = f"{self._host}:{listener.getsockname()[1]}"
-            while isinstance(decision := self._look(address), Wait):
+            port = self._scripts.getsockname()[1]
+            while isinstance(decision := self._place.look(address, port), Wait):
                 if self._is_told_to_leave:
                     break
                 self._waiting.tell(decision.why)
@@ -122,47 +122,29 @@ class _Node:
         file = self._spec.notice_file
         return file is not None and file.exists()
 
-    def _look(self, address: str) -> Decision:
-        """Look at the record; a node that runs something else leaves no trace in it."""
-        folder, port = self._shared.folder, self._scripts.getsockname()[1]
-        try:
-            with held(folder) as record:
-                new, decision = self._founder.look(
-                    record.record, time.monotonic(), address=address, scripts_port=port
-                )
-                differs = None if isinstance(decision, End) else self._difference(new.program)
-                if differs is None:
-                    record.write(new)
-                    self._founder.decided(decision)
-        except OSError as error:
-            return Wait(f"the record in {str(folder)!r} ({error})")
-        if differs is not None:
-            raise ConfigurationError(differs)
-        return decision
-
-    def _difference(self, theirs: Mapping[str, Any]) -> str | None:
-        for name, option in (("nproc", "--nproc-per-node"), ("reserve", "--reserve")):
-            ours = self._program[name]
-            if theirs.get(name) != ours:
-                return f"{option} is {ours}, and {theirs.get(name)} in the job of this name"
-        return difference(self._program, theirs)
-
     def _carry_out(self, decision: Decision, listener: socket.socket | None) -> int | str:
         """Do what was decided; returns the job's exit code, or what is waited for then."""
         match decision:
-            case Start():
-                return self._start(decision, listener)
-            case Join():
-                return self._join(decision)
+            case Start() | Join():
+                return self._take_part(decision, listener)
             case End():
-                folder = str(self._shared.folder)
                 say(
-                    f"the job in {folder!r} has ended with exit code {decision.exit_code}; another"
-                    " --rdzv-id begins another one"
+                    f"the job {self._shared.name!r} has ended with exit code {decision.exit_code};"
+                    " another --rdzv-id begins another one"
                 )
                 return decision.exit_code
             case Wait():
                 return decision.why
+
+    def _take_part(self, decision: Start | Join, listener: socket.socket | None) -> int | str:
+        self._place.takes_part(decision.life)
+        if isinstance(decision, Start):
+            outcome = self._start(decision, listener)
+        else:
+            outcome = self._join(decision)
+        if isinstance(outcome, str):
+            self._place.waits(decision.life)
+        return outcome
 
     def _start(self, start: Start, listener: socket.socket | None) -> int | str:
         shared, spec = self._shared, self._spec
@@ -197,8 +179,6 @@ class _Node:
         if self._failed_starts == _MOST_FAILED_STARTS:
             say(f"the job does not start: {why}, {_MOST_FAILED_STARTS} times")
             return EXIT_REQUEUE if end is None else end.exit_code
-        with contextlib.suppress(OSError), held(shared.folder) as record:
-            record.write(self._founder.start_failed(record.record, start.life))
         return f"the nodes to meet again: {why}"
 
     def _join(self, join: Join) -> int | str:
@@ -240,53 +220,32 @@ def _check(spec: LaunchSpec, shared: SharedJob) -> None:
             f"--nnodes is {shared.least}:{shared.most} and --nproc-per-node {spec.nproc_per_node}:"
             " the script's layout and batch allow none of these numbers of workers"
         )
-    if spec.run_dir == shared.folder:
+    if spec.run_dir is not None and str(spec.run_dir) == shared.place.folder:
         raise ConfigurationError(
             f"the run directory is {str(spec.run_dir)!r}, where the job's record is: name another"
         )
 
 
+def _open_place(spec: LaunchSpec, shared: SharedJob) -> _Place:
+    """Return where the nodes of this job learn of each other; raises ConfigurationError."""
+    who = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    last_call = LastCall(
+        shared.least,
+        shared.most,
+        last_call_s=shared.last_call_s,
+        fits=lambda nodes: fits(spec.args, nodes * spec.nproc_per_node),
+    )
+    program = program_of(spec)
+    if shared.place.names:
+        return JobNames(shared.place.names, who, program, last_call, spec.run_dir)
+    return JobFolder(Path(shared.place.folder), who, program, last_call)
+
+
 def _listen(host: str) -> socket.socket:
     """Listen at a free port of an address of this machine; raises ConfigurationError."""
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, 0), family=family, backlog=1024)
+        return listen_at(host, 0, several=True)
     except OSError as error:
         raise ConfigurationError(
             f"--local-addr is {host!r}, which is no address of this machine ({error.strerror})"
         ) from error
-
-
-def _open_folder(shared: SharedJob) -> None:
-    """Make the job's folder and its secret, or take what another node has made."""
-    deadline_s = time.monotonic() + _OPEN_WITHIN_S
-    while True:
-        try:
-            shared.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with held(shared.folder):
-                _make_secret(secret_in(shared.folder))
-            return
-        except OSError as error:
-            # Others come at the same moment; what is not writable stays so.
-            if isinstance(error, TimeoutError) and time.monotonic() < deadline_s:
-                continue
-            raise ConfigurationError(
-                f"--rdzv-dir is {str(shared.folder.parent)!r}, where the job's folder cannot be"
-                f" written or locked ({error.strerror or error}); name one that all nodes see"
-            ) from error
-
-
-def _make_secret(path: Path) -> None:
-    """Leave a secret there, under the lock; what a killed launcher left half made is replaced."""
-    if not path.exists():
-        for draft in path.parent.glob(f".{path.name}.*"):
-            draft.unlink()
-        write_secret(path, Secret.new())
-
-
-def _way_out() -> str:
-    """This machine's address for the others; the loopback one where there are no others."""
-    try:
-        return own_host(_OUTSIDE, 1, listener=None, timeout_s=0.0)
-    except ConfigurationError:
-        return "127.0.0.1"

@@ -17,6 +17,7 @@ from elaswave_plugin.core.agreement.founding import (
     Founder,
     JobRecord,
     Join,
+    LastCall,
     Start,
     Wait,
     ended,
@@ -51,10 +52,12 @@ class Folder:
         self.nodes[name] = Founder(
             name,
             program={"script": "train.py"},
-            least=self._least,
-            most=self._most,
-            last_call_s=self._last_call_s,
-            fits=lambda nodes: nodes in self._fits if self._fits else True,
+            last_call=LastCall(
+                self._least,
+                self._most,
+                last_call_s=self._last_call_s,
+                fits=lambda nodes: nodes in self._fits if self._fits else True,
+            ),
         )
 
     def look(self, name: str) -> Decision:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from elaswave_plugin.core.agreement.founding import JobRecord
+from elaswave_plugin.core.agreement.founding import JobRecord, ended, renewed
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.ipc.lease_clock import lease_clock_s
 
@@ -83,3 +83,23 @@ def held(folder: Path) -> Iterator[HeldRecord]:
         yield HeldRecord(folder)
     finally:
         os.close(fd)
+
+
+class FolderLease:
+    """The lease of a job in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.where = f"in {str(folder)!r}"
+
+    def renew(self, life: int, contacts: tuple[str, ...]) -> bool:
+        """Renew it; False: another life has begun, or this one has ended. Raises OSError."""
+        with held(self._folder) as record:
+            new = renewed(record.record, life, contacts)
+            record.write(new)
+        return new is not None
+
+    def end(self, life: int, exit_code: int) -> None:
+        """End the job's life in the record; raises OSError."""
+        with held(self._folder) as record:
+            record.write(ended(record.record, life, exit_code))

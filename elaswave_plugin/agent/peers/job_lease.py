@@ -1,4 +1,4 @@
-"""The lease of a job in its shared record: the leader's agent renews it, and the job trains by it.
+"""The lease of a job: the leader's agent renews it, and the job trains by it.
 
 Where it cannot be renewed, the trainers wait; where another life of the job has begun meanwhile,
 this one is over. A thread of its own, as the file system may stand still.
@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-from elaswave_plugin.agent.peers.job_file import held
-from elaswave_plugin.core.agreement.founding import LEASE_S, ended, renewed
+from elaswave_plugin.agent.peers.job_place import Lease
+from elaswave_plugin.core.agreement.founding import LEASE_S
 from elaswave_plugin.core.agreement.lease import DRIFT
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.lease_clock import lease_clock_s
@@ -32,14 +31,14 @@ class JobLease:
 
     def __init__(
         self,
-        folder: Path,
+        lease: Lease,
         life: int,
         reactor: Reactor,
         *,
         leads: bool,
         on_over: Callable[[str], None],
     ) -> None:
-        self._folder = folder
+        self._lease = lease
         self._life = life
         self._reactor = reactor
         self._leads = leads
@@ -89,31 +88,28 @@ class JobLease:
         deadline_s = time.monotonic() + _END_WITHIN_S
         while True:
             try:
-                with held(self._folder) as record:
-                    record.write(ended(record.record, self._life, exit_code))
+                self._lease.end(self._life, exit_code)
                 return
             except OSError as error:
                 if time.monotonic() > deadline_s:
-                    say(f"the end of the job is not written in {str(self._folder)!r} ({error})")
+                    say(f"the end of the job is not written {self._lease.where} ({error})")
                     return
                 time.sleep(_AGAIN_S)  # others may hold the record for a moment
 
     def _renew(self) -> None:
         began_s = lease_clock_s()
         try:
-            with held(self._folder) as record:
-                new = renewed(record.record, self._life, self._contacts)
-                record.write(new)
+            lives = self._lease.renew(self._life, self._contacts)
         except OSError as error:
             if not self._told:
                 self._told = True
                 say(
-                    f"the job's lease in {str(self._folder)!r} cannot be renewed ({error}): without"
-                    f" it the workers wait after {LEASE_S:g} s, so that no second job trains"
+                    f"the job's lease {self._lease.where} cannot be renewed ({error}): without it"
+                    f" the workers wait after {LEASE_S:g} s, so that no second job trains"
                 )
             return
-        if new is None:
-            why = f"the job has ended, or another life of it begun, in {str(self._folder)!r}"
+        if not lives:
+            why = f"the job has ended, or another life of it begun, {self._lease.where}"
             self._reactor.post(partial(self._on_over, why))
             self._stopped = True
             return

@@ -168,6 +168,14 @@ def own_host(
         time.sleep(_REDIAL_S)
 
 
+def way_out() -> str:
+    """Return this machine's address for others; the loopback one where it has no way out."""
+    try:
+        return _way_to(_OUTSIDE, 1)
+    except OSError:
+        return "127.0.0.1"
+
+
 def _is_own_name(host: str) -> bool:
     """Return whether `host` is a name for an address that other machines cannot reach.
 

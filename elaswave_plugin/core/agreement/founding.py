@@ -98,27 +98,13 @@ Decision = Wait | Start | Join | End
 class Founder:
     """One node's part: `look` at the record again and again, until there is something to do.
 
-    `name`: of this node, which no other has; `least` and `most`: nodes; `last_call_s`: for how
-    long more are waited for once the least are there. `fits(nodes)`: whether a job can begin on
-    this number of nodes.
+    `name`: of this node, which no other has; `last_call`: on how many nodes the job begins.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        program: Mapping[str, object],
-        least: int,
-        most: int,
-        last_call_s: float,
-        fits: Callable[[int], bool] = lambda nodes: True,
-    ) -> None:
+    def __init__(self, name: str, *, program: Mapping[str, object], last_call: LastCall) -> None:
         self._name = name
         self._program = program
-        self._least = least
-        self._most = most
-        self._last_call_s = last_call_s
-        self._fits = fits
+        self._last_call = last_call
         self._seen = Seen()
         self._looks = 0
         self._tried_life = 0
@@ -137,10 +123,10 @@ class Founder:
             record = self._new_life(record)
         if record.state == MEETS:
             record = self._meet(record, now_s)
-            count = self._enough(record, now_s) if record.founder == self._name else 0
+            there, founds = len(record.waiting), record.founder == self._name
+            count = self._last_call.enough(there, record.life, now_s) if founds else 0
             if not count:
-                there = len(record.waiting)
-                return record, Wait(f"{self._least} nodes to come, and {there} are there")
+                return record, self._last_call.wait(there)
             record = self._choose(record, count, address, scripts_port)
         if record.state == ENDED:
             return record, Wait("the lease of the job's last life to run out")
@@ -196,16 +182,6 @@ class Founder:
         }
         return replace(record, waiting=there)
 
-    def _enough(self, record: JobRecord, now_s: float) -> int:
-        """The number of nodes to begin on now; 0: more are waited for."""
-        count = min(len(record.waiting), self._most)
-        while count >= self._least and not self._fits(count):
-            count -= 1
-        is_enough = count >= self._least
-        since_s = self._seen.still_s(("enough", record.life), is_enough, now_s)
-        called = len(record.waiting) >= self._most or since_s >= self._last_call_s
-        return count if is_enough and called else 0
-
     def _choose(self, record: JobRecord, count: int, address: str, scripts_port: int) -> JobRecord:
         """Begin on this number of nodes, the founder first: the others meet at its address."""
         others = [name for name in record.waiting if name != self._name]
@@ -217,6 +193,36 @@ class Founder:
             scripts_port=scripts_port,
             waiting={},
         )
+
+
+class LastCall:
+    """Tells on how many of the nodes that are there a job begins, once it is time.
+
+    That is once `most` are there, or `last_call_s` after `least` of them, which `fits` allows.
+    """
+
+    def __init__(
+        self, least: int, most: int, *, last_call_s: float, fits: Callable[[int], bool]
+    ) -> None:
+        self._least = least
+        self._most = most
+        self._last_call_s = last_call_s
+        self._fits = fits
+        self._seen = Seen()
+
+    def enough(self, there: int, life: int, now_s: float) -> int:
+        """Return the number of nodes to begin a life on now; 0: more are waited for."""
+        count = min(there, self._most)
+        while count >= self._least and not self._fits(count):
+            count -= 1
+        is_enough = count >= self._least
+        since_s = self._seen.still_s(("enough", life), is_enough, now_s)
+        called = there >= self._most or since_s >= self._last_call_s
+        return count if is_enough and called else 0
+
+    def wait(self, there: int) -> Wait:
+        """Say what is waited for."""
+        return Wait(f"{self._least} nodes to come, and {there} are there")
 
 
 class Seen:

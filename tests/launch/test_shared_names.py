@@ -1,0 +1,93 @@
+"""`elaswave run --rdzv-endpoint`: the same line on every node, which lists their names."""
+
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.cli.main import run_command
+from tests.agent.jobs import TRAINER, Job
+from tests.launch.test_join import let_in
+from tests.launch.test_shared_job import launcher_of
+from tests.ports import free_port
+from tests.proofs import Kind, Promise, proves
+
+# A name founds only once leases that it may have renewed before have run out.
+START_S = 40.0
+
+
+def names(count: int) -> tuple[str, ...]:
+    """Names of nodes, all on this host."""
+    return tuple(f"127.0.0.1:{free_port()}" for _ in range(count))
+
+
+def line(job: Job, nodes: str, endpoint: tuple[str, ...], *options: str) -> int:
+    """Start the line on one more node; its number among the launchers."""
+    job.launch(
+        f"--nnodes={nodes}",
+        "--rdzv-id=fox",
+        f"--rdzv-endpoint={','.join(endpoint)}",
+        "--rdzv-last-call=1",
+        *options,
+    )
+    return len(job.launchers) - 1
+
+
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
+@pytest.mark.parametrize("count", [1, 3], ids=["one name", "all names"])
+def test_the_same_line_starts_the_job_joins_it_and_tells_its_end(
+    tmp_path: Path, count: int
+) -> None:
+    with Job(tmp_path, 3) as job:
+        job.wait_s = START_S
+        endpoint = names(count)
+        for _ in range(3):
+            line(job, "3" if count == 1 else "2:3", endpoint)
+        job.joined()
+        victim, rest = 2, [0, 1]
+        others = [launcher_of(job, node) for node in rest]
+        job.launchers[launcher_of(job, victim)].kill()
+        job.all("commit", rest, epoch=2)
+        number = line(job, "3" if count == 1 else "2:3", endpoint)
+        job.one("detached", victim)
+        assert let_in(job, victim, rest, 3) == [0, 1, 2]
+        assert job.finish([0, 1, 2], launcher=number) == 0
+        assert [job.code(one) for one in others] == [0, 0]
+        assert len(job.events("job_started")) == 3
+
+
+BAD = [
+    (["--nnodes=1:2", "--rdzv-endpoint=a,b"], "wanted at least 2:2"),
+    (["--nnodes=2:4", "--rdzv-endpoint=a,b,c,d"], "wanted at least 3:4"),
+    (["--nnodes=2:3", "--rdzv-endpoint=a,b"], "has 2 names and --nnodes at most 3"),
+    (["--nnodes=2", "--rdzv-endpoint=a,a"], "has a name twice"),
+    (["--nnodes=2", "--rdzv-endpoint=a:b"], "wanted HOST or HOST:PORT"),
+    (["--nnodes=2", "--rdzv-endpoint=a", "--rdzv-dir=D"], "leave one out"),
+    (["--nnodes=2", "--rdzv-endpoint=a", "--node-rank=1"], "say the same twice"),
+    (["--nnodes=2", "--rdzv-endpoint=203.0.113.1,203.0.113.2", "--dir=D"], "none of these names"),
+    (["--nnodes=2", "--rdzv-endpoint=127.0.0.1"], "needs the job's secret on every node"),
+]
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+@pytest.mark.parametrize(("options", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_input_is_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.delenv("ELASWAVE_SECRET_FILE", raising=False)
+    given = [one.replace("=D", f"={tmp_path}") for one in options]
+    assert run_command(["run", *given, "--rdzv-id=fox", str(TRAINER)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("elaswave run: ")
+    assert words in said
+
+
+def test_an_endpoint_at_which_nobody_answers_is_said(tmp_path: Path) -> None:
+    with Job(tmp_path, 1) as job:
+        number = line(job, "2", ("203.0.113.1:29400",))
+        job.said("to answer, where the job may be known", number)
+        assert "203.0.113.1:29400" in job.output(number)
+        assert job.launchers[number].poll() is None
