@@ -1,15 +1,20 @@
-"""python -m tests.explore [--states N] [--seconds S]: enumerates small jobs.
+"""python -m tests.explore [--states N] [--seconds S]: enumerates small jobs, and their beginnings.
 
-Each job gets an equal share of the time that is left. Exit code 1 where a rule does not hold, with
-the path to it.
+Each job gets an equal share of the time that is left, as has the founding of a job by three names.
+Exit code 1 where a rule does not hold, with the path to it.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
-from tests.explore.search import Broken, explore
+from tests.explore.naming import explore_names
+from tests.explore.search import Broken, Found, explore
 
+# The number of faults of a path in which three names found a job.
+NAMES = (0, 1)
 # The node of each worker, and how many faults a path may have.
 JOBS = (((0, 1), 2), ((0, 1, 2), 2), ((0, 1, 1), 2), ((0, 0, 1), 2), ((0, 1), 3), ((0, 1, 2), 3))
 
@@ -21,16 +26,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0, help="for all jobs together")
     args = parser.parse_args()
     until_s = time.monotonic() + args.seconds
-    for number, (nodes, faults) in enumerate(JOBS):
+    searches: list[tuple[str, int, Callable[..., Found]]] = [
+        *(("three names", faults, explore_names) for faults in NAMES),
+        *((f"nodes {nodes}", faults, partial(explore, nodes)) for nodes, faults in JOBS),
+    ]
+    for number, (what, faults, search) in enumerate(searches):
         began_s = time.monotonic()
-        share_s = (until_s - began_s) / (len(JOBS) - number)
+        share_s = (until_s - began_s) / (len(searches) - number)
         try:
-            found = explore(nodes, faults=faults, most_states=args.states, most_s=share_s)
+            found = search(faults=faults, most_states=args.states, most_s=share_s)
         except Broken as error:
-            print(f"nodes {nodes}, {faults} faults: {error}", file=sys.stderr)
+            print(f"{what}, {faults} faults: {error}", file=sys.stderr)
             return 1
         print(
-            f"nodes {nodes}, {faults} faults: {found.states} states, {found.at_rest} at rest,"
+            f"{what}, {faults} faults: {found.states} states, {found.at_rest} at rest,"
             f" longest path {found.depth}, {'all' if found.is_complete else 'cut off'},"
             f" faults tried {found.faults}, {time.monotonic() - began_s:.0f} s",
             flush=True,

@@ -1,10 +1,13 @@
 """`elaswave run --rdzv-endpoint`: the same line on every node, which lists their names."""
 
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from elaswave_plugin.cli.main import run_command
+from elaswave_plugin.core.agreement.founding import LEASE_S
 from tests.agent.jobs import TRAINER, Job
 from tests.launch.test_join import let_in
 from tests.launch.test_shared_job import launcher_of
@@ -53,6 +56,30 @@ def test_the_same_line_starts_the_job_joins_it_and_tells_its_end(
         assert job.finish([0, 1, 2], launcher=number) == 0
         assert [job.code(one) for one in others] == [0, 0]
         assert len(job.events("job_started")) == 3
+
+
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
+def test_below_the_least_it_waits_and_goes_on_with_one_that_has_forgotten(tmp_path: Path) -> None:
+    """The third name is silent by then: the one that returns could found nothing."""
+    with Job(tmp_path, 2) as job:
+        job.wait_s = START_S
+        endpoint = names(3)
+        for _ in range(2):
+            line(job, "2:3", endpoint)
+        job.joined()
+        host, _, port = endpoint[2].rpartition(":")
+        with socket.create_server((host, int(port))):
+            job.launchers[launcher_of(job, 1)].kill()
+            job.one("commit", 0, epoch=2)
+            job.said("1 of these names is part of the job, wanted 2", launcher_of(job, 0))
+            time.sleep(LEASE_S)
+            job.tell(0, "act 0")
+            assert job.nothing("acts", 0, for_s=3.0)
+            number = line(job, "2:3", endpoint)
+            job.one("acts", 0)
+            job.one("detached", 1)
+            assert let_in(job, 1, [0], 3) == [0, 1]
+            assert job.finish([0, 1], launcher=number) == 0
 
 
 BAD = [

@@ -77,7 +77,8 @@ class NamedLease:
         except LostLifeError:
             return False
         part = sum(1 for one in answers.values() if one is not None and one.life == life)
-        raise TimeoutError(f"{part} of these names are part of the job, wanted {self._wanted}")
+        are = "is" if part == 1 else "are"
+        raise TimeoutError(f"{part} of these names {are} part of the job, wanted {self._wanted}")
 
     def end(self, life: int, exit_code: int) -> None:
         """Tell all names of the job's end, which answer for a moment yet."""
