@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -56,11 +57,13 @@ class JobNames:
         self._own, listener = _own_name(names)
         self.host = self._own.rpartition(":")[0] or None
         self._server = None if listener is None else NameServer(listener, program, secret)
+        if self._server is not None:
+            self._server.start()
         self._founder = NamedFounder(
             who, self._own, names, last_call, draw_life=lambda: random.randrange(1, _LIVES)
         )
         if len(names) == 1:
-            say(f"the job ends or waits where the process at {names[0]} is lost, as under torchrun")
+            say(f"where the process at {names[0]} is lost, the job waits until it is back")
 
     def look(self, address: str, scripts_port: int) -> Decision:
         """Ask all names; raises ConfigurationError where the job runs something else."""
@@ -88,19 +91,28 @@ class JobNames:
 
     def waits(self, life: int) -> None:
         """Say that it is not any more; raises OSError."""
+        self._founder.left()
         self._tell(Own())
 
     def close(self) -> None:
         """Answer no more; of a job that has ended the end is told for another moment."""
         if self._server is None:
             return
-        known = self._names.ask_one(self._own, self._call)
-        if known is not None and known.exit_code is not None:
-            time.sleep(_LINGER_S)
+        with contextlib.suppress(OSError, ValueError):  # it was killed, and knows nothing
+            known = self._names.ask_one(self._own, self._call)
+            if known is not None and known.exit_code is not None:
+                time.sleep(_LINGER_S)
         self._server.end()
 
     def _tell(self, own: Own) -> Known | None:
-        return self._names.ask_one(self._own, own) if self._own else None
+        """Tell the own name, which is started again where it was killed; raises OSError."""
+        if self._server is None:
+            return None
+        try:
+            return self._names.ask_one(self._own, own)
+        except (OSError, ValueError):
+            self._server.start()
+            return self._names.ask_one(self._own, own)
 
 
 def _secret(run_dir: Path | None) -> Secret:

@@ -82,6 +82,42 @@ def test_below_the_least_it_waits_and_goes_on_with_one_that_has_forgotten(tmp_pa
             assert job.finish([0, 1], launcher=number) == 0
 
 
+@proves(Kind.NODE_RETURN, Promise.GOES_ON)
+def test_without_the_one_name_it_waits_until_that_is_back(tmp_path: Path) -> None:
+    """The process that is back knows nothing, and is told of the job by the others."""
+    with Job(tmp_path, 3) as job:
+        job.wait_s = START_S
+        endpoint = names(1)
+        for _ in range(3):
+            line(job, "3", endpoint)
+        job.joined()
+        job.launchers[launcher_of(job, 0)].kill()
+        job.all("commit", [1, 2], epoch=2)
+        job.said("0 of these names are part of the job, wanted 1", launcher_of(job, 1))
+        time.sleep(LEASE_S)
+        job.tell(1, "act 0")
+        assert job.nothing("acts", 1, for_s=3.0)
+        number = line(job, "3", endpoint)
+        job.one("acts", 1)
+        job.one("detached", 0)
+        assert let_in(job, 0, [1, 2], 3) == [0, 1, 2]
+        assert job.finish([0, 1, 2], launcher=number) == 0
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_another_script_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    with Job(tmp_path, 1) as job:
+        endpoint = names(2)
+        first = line(job, "2", endpoint)
+        job.said("for 1", first)  # it has the first name by then, and waits for the other one
+        other = tmp_path / "other.py"
+        other.write_text("")
+        number = line(job, "2", endpoint, str(other))
+        assert job.code(number) == 2
+        assert "the job runs tiny_trainer.py, and the other.py here differs" in job.output(number)
+        assert job.launchers[first].poll() is None
+
+
 BAD = [
     (["--nnodes=1:2", "--rdzv-endpoint=a,b"], "wanted at least 2:2"),
     (["--nnodes=2:4", "--rdzv-endpoint=a,b,c,d"], "wanted at least 3:4"),

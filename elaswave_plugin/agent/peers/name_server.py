@@ -31,26 +31,37 @@ _SEND_S = 1.0
 
 
 class NameServer:
-    """Forks the process; `listener`: where it answers who proves `secret`.
+    """Starts the process; `listener`: where it answers who proves `secret`.
 
     The listener stays open here: while this process lives, nobody is told that none is there.
     """
 
     def __init__(self, listener: socket.socket, program: Mapping[str, Any], secret: Secret) -> None:
         self._listener = listener
+        self._program = program
+        self._secret = secret
+        self._pid = 0
+
+    def start(self) -> None:
+        """Fork it, or another one, which knows nothing of what the one before was told."""
+        self._kill()
         parent_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _become(listener, program, secret, parent_pid)
+            _become(self._listener, self._program, self._secret, parent_pid)
 
     def end(self) -> None:
         """End it, and listen no more."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        # The node's guardian may have taken note of its end.
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        self._kill()
         self._listener.close()
+
+    def _kill(self) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            # The node's guardian may have taken note of its end.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
 
 
 def _become(

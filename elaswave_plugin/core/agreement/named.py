@@ -204,6 +204,10 @@ class NamedFounder:
             return Wait(f"the nodes that {first} counts")
         return self._found(known[first].waiting, age_s, now_s, address, scripts_port)
 
+    def left(self) -> None:
+        """Note that this node was part of a life until now: it has renewed leases of that."""
+        self._seen = Seen()
+
     def _follow(self, offer: Offer) -> Decision:
         """Go where a founder waits, if it has chosen this node; once for each life."""
         if self._who not in offer.chosen or offer.life == self._tried:
@@ -220,7 +224,7 @@ class NamedFounder:
         if not count:
             return self._last_call.wait(1 + len(others))
         if age_s <= OVER_S:
-            return Wait("the lease of an earlier life of this process to run out")
+            return Wait("leases to run out that this name may have renewed")
         self._tried = self._draw_life()
         chosen = (self._who, *others)[:count]
         self.offer = Offer(
