@@ -187,7 +187,8 @@ class Striker:
             agents = [e for e in self._log() if e["kind"] == "agent_started" and e["node"] == own]
             os.kill(agents[-1]["pid"], signal.SIGKILL)
         elif how == "zygote":
-            guardian = psutil.Process(self._guardians()[self._node()])
+            # Of the launch: nodes that came later have none.
+            guardian = psutil.Process(self._guardians()[0])
             (zygote,) = [one for one in guardian.children() if _is_zygote(one)]
             zygote.kill()
         else:
