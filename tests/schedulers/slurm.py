@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ READY_S, COMMAND_S, END_S = 60.0, 20.0, 10.0
 # Between SIGTERM and SIGKILL for who is preempted.
 GRACE_S = 60
 POLL_S = 0.1
+USABLE = ("idle", "mixed", "allocated")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 # No accounting, no cgroups, no task plugin: all of it would need more than a folder. linuxproc
@@ -146,23 +148,40 @@ class Slurm:
 
     def wait_for_node(self, name: str, state: str, *, limit_s: float) -> None:
         """Wait until slurmctld says of a node that it is "idle", "down" or the like."""
-        # "*": it does not answer.
-        self._wait(
-            lambda: self._states()[name].rstrip("*") == state, limit_s, f"{name} to be {state}"
-        )
+        self._wait(lambda: self.node_state(name) == state, limit_s, f"{name} to be {state}")
 
-    def lose_node(self, name: str) -> None:
-        """Kill a node's slurmd, its slurmstepds and all processes of its steps, as a crash does."""
+    def node_state(self, name: str) -> str:
+        """Such as "idle", "down" or, with a job on it, "mixed"."""
+        # "*": it does not answer.
+        return self._states()[name].rstrip("*")
+
+    def lose_node(self, name: str) -> float:
+        """Kill a node's slurmd, its slurmstepds and all processes of its steps, as a crash does.
+
+        Returns when all of them stood still (time.time), just before they are killed.
+        """
         daemon = self._daemons.pop(name)
         # slurmd first: it would report what ends.
         daemon.kill()
         daemon.wait(END_S)
+        # All stand still first: a slurmstepd would report the end of its script, and srun have the
+        # step killed, which Slurm then does to the task that it has started here again.
+        frozen = self._processes_on(name)
+        for process in frozen:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+        stopped_s = time.time()
+        # The youngest first: the end of a parent wakes up the stopped group that it leaves behind.
+        for process in sorted(frozen, key=lambda one: (one.create_time(), one.pid), reverse=True):
+            self._kill_all(partial(_running, [process]))
         self._kill_all(lambda: self._processes_on(name))
+        return stopped_s
 
     def bring_back(self, name: str) -> None:
         """Start the slurmd of a lost node again, and wait until the node can be used."""
         self._start_node(name)
-        self.wait_for_node(name, "idle", limit_s=READY_S)
+        # A job that waits for a node may be on it before anybody has looked.
+        self._wait(lambda: self.node_state(name) in USABLE, READY_S, f"{name} to be used")
 
     def preempt(self, name: str, until: Path) -> int:
         """Queue a job that has to have this node, and keeps it until a file is there."""
@@ -366,7 +385,11 @@ class Slurm:
             children = psutil.Process(daemon.pid).children(recursive=True)
             daemon.kill()
             daemon.wait(END_S)
-            self._kill_all(lambda: [*filter(_is_running, children)])
+            self._kill_all(partial(_running, children))
+
+
+def _running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if _is_running(process)]
 
 
 def _is_running(process: psutil.Process) -> bool:
