@@ -57,7 +57,7 @@ AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
 MessageTimeout=5
-SchedulerParameters=sched_interval=1
+SchedulerParameters=sched_interval=1,max_batch_requeue=1000
 ReturnToService=2
 KillWait=10
 JobRequeue=1
