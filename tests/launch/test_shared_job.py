@@ -128,7 +128,7 @@ def test_another_script_under_the_same_name_is_refused(tmp_path: Path) -> None:
         (["--nnodes=two", "--rdzv-dir=D", "--rdzv-id=fox"], "wanted a number"),
         (["--rdzv-dir=D"], "wanted the job's name"),
         (["--rdzv-dir=D", "--rdzv-id=../fox"], "wanted the job's name"),
-        (["--rdzv-id=fox"], "--rdzv-dir not"),
+        (["--rdzv-id=fox"], "--rdzv-dir or --rdzv-endpoint not"),
         (["--rdzv-dir=D", "--rdzv-id=fox", "--master-addr=h"], "say the same twice"),
         (["--rdzv-dir=/proc/none", "--rdzv-id=fox"], "cannot be written"),
     ],
