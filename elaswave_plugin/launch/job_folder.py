@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.agent.peers.job_file import held
-from elaswave_plugin.core.agreement.founding import Decision, End, Founder, LastCall, Wait
+from elaswave_plugin.core.agreement.founding import Decision, End, Founder, Join, LastCall, Wait
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, secret_in, write_secret
 from elaswave_plugin.launch.job_program import check_alike
@@ -46,7 +46,8 @@ class JobFolder:
                     record.record, time.monotonic(), address=address, scripts_port=scripts_port
                 )
                 if not isinstance(decision, End):
-                    check_alike(self._program, new.program)
+                    joins = isinstance(decision, Join)
+                    check_alike(self._program, new.program, joins=joins)
                 record.write(new)
                 self._founder.decided(decision)
         except OSError as error:

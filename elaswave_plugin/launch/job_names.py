@@ -15,7 +15,7 @@ from typing import Any
 from elaswave_plugin.agent.peers.name_server import NameServer
 from elaswave_plugin.agent.peers.names import Names
 from elaswave_plugin.agent.peers.rendezvous import listen_at
-from elaswave_plugin.core.agreement.founding import Decision, End, LastCall, Wait
+from elaswave_plugin.core.agreement.founding import Decision, End, Join, LastCall, Wait
 from elaswave_plugin.core.agreement.named import Call, Known, NamedFounder, Own, digest
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
@@ -76,7 +76,7 @@ class JobNames:
         if not isinstance(decision, End):
             for one in answers.values():
                 if one is not None:
-                    check_alike(self._program, one.program)
+                    check_alike(self._program, one.program, joins=isinstance(decision, Join))
                     break
         if isinstance(decision, Wait) and self._names.why_silent:
             whys = [f"{name}: {why}" for name, why in self._names.why_silent.items()]

@@ -20,9 +20,12 @@ def program_of(spec: LaunchSpec) -> dict[str, Any]:
     return {**describe_program(program), **alike}
 
 
-def check_alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for the first difference."""
-    for name, option in _OPTIONS:
+def check_alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, joins: bool = False) -> None:
+    """Raise ConfigurationError for the first difference.
+
+    A node that joins takes the job's own options from the job.
+    """
+    for name, option in () if joins else _OPTIONS:
         if theirs.get(name) != ours[name]:
             raise ConfigurationError(
                 f"{option} is {ours[name]}, and {theirs.get(name)} in the job of this name"

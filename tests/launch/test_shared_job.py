@@ -75,7 +75,8 @@ def test_one_that_is_too_many_stands_by_until_a_slot_is_free(tmp_path: Path) -> 
         for _ in range(2):
             line(job, "2:3")
         job.joined()
-        spare = line(job, "2:3")
+        # Its other options are those of the job.
+        spare = line(job, "2:3", "--reserve=1", "--quorum-wait-s=7")
         assert "the job starts on 2 of 2 to 3 nodes" in job.outputs()
         assert job.nothing("detached", 1, for_s=3.0)
         job.launchers[launcher_of(job, 1)].kill()
