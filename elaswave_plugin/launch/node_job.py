@@ -91,7 +91,10 @@ def run_part(spec: LaunchSpec, listener: socket.socket | None = None) -> NodeEnd
         )
     zygotes = _connect_zygotes(spec)
     if spec.nnodes == 2 and spec.node_rank == 0:
-        say("with 2 nodes the loss of node 0 cannot be survived: it is the half that goes on")
+        here = socket.gethostname()
+        say(
+            f"with 2 nodes the loss of node 0 ({here}) cannot be survived: the other half ends then"
+        )
     with (
         EventLog(spec.run_dir / "events.jsonl" if spec.run_dir else None) as events,
         left_to_user(secret),

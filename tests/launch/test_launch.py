@@ -414,7 +414,8 @@ def test_a_machine_that_calls_itself_127_0_1_1_is_reached_from_others(
 def test_two_nodes_lose_a_trainer_each(tmp_path: Path) -> None:
     with Job(tmp_path, 4) as job:
         job.start("--quorum-wait-s=0.3", nodes=2)
-        assert "with 2 nodes the loss of node 0 cannot be survived" in job.output(0)
+        said = f"with 2 nodes the loss of node 0 ({socket.gethostname()}) cannot be survived"
+        assert said in job.output(0)
         job.kill(1)
         reports = job.all("commit", [0, 2, 3], epoch=2)
         assert {r["reason"] for r in reports} == {"worker 1 (node 0) exited: killed by SIGKILL"}
