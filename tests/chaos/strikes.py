@@ -189,8 +189,9 @@ class Striker:
         elif how == "zygote":
             # Of the launch: nodes that came later have none.
             guardian = psutil.Process(self._guardians()[0])
-            (zygote,) = [one for one in guardian.children() if _is_zygote(one)]
-            zygote.kill()
+            # What it has just forked is younger, and has its title for a moment.
+            found = filter(_is_zygote, guardian.children())
+            min(found, key=psutil.Process.create_time).kill()
         else:
             strike(how)
 
