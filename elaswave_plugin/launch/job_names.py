@@ -69,15 +69,17 @@ class JobNames:
         """Ask all names; raises ConfigurationError where the job runs something else."""
         answers = self._names.ask(self._call)
         if self._own:
-            answers[self._own] = self._tell(Own())
+            answers.pop(self._own, None)
+            with contextlib.suppress(OSError, ValueError):  # a silent name, as any other
+                answers[self._own] = self._tell(Own())
         decision = self._founder.decide(
             answers, time.monotonic(), address=address, scripts_port=scripts_port
         )
-        if not isinstance(decision, End):
-            for one in answers.values():
-                if one is not None:
-                    check_alike(self._program, one.program, joins=isinstance(decision, Join))
-                    break
+        # All have to run what the first name runs that answers.
+        in_turn = (answers.get(name) for name in self._names.names)
+        first = next((one for one in in_turn if one is not None), None)
+        if first is not None and not isinstance(decision, End):
+            check_alike(self._program, first.program, joins=isinstance(decision, Join))
         if isinstance(decision, Wait) and self._names.why_silent:
             whys = [f"{name}: {why}" for name, why in self._names.why_silent.items()]
             return Wait(f"{decision.why} ({'; '.join(whys)})")
@@ -90,9 +92,8 @@ class JobNames:
         self._tell(Own(life=life, offer=offer if is_ours else None))
 
     def waits(self, life: int) -> None:
-        """Say that it is not any more; raises OSError."""
+        """Found nothing at once; its own name is told by the next look."""
         self._founder.left()
-        self._tell(Own())
 
     def close(self) -> None:
         """Answer no more; of a job that has ended the end is told for another moment."""

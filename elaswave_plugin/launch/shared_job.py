@@ -60,7 +60,7 @@ class _Place(Protocol):
         """This node is about to take part in a life; raises OSError."""
 
     def waits(self, life: int) -> None:
-        """It has come back from it, and waits; raises OSError."""
+        """It has come back from it, and waits."""
 
     def close(self) -> None:
         """It waits no more."""
@@ -137,7 +137,10 @@ class _Node:
                 return decision.why
 
     def _take_part(self, decision: Start | Join, listener: socket.socket | None) -> int | str:
-        self._place.takes_part(decision.life)
+        try:
+            self._place.takes_part(decision.life)
+        except (OSError, ValueError) as error:
+            return f"the own name to answer ({error})"
         if isinstance(decision, Start):
             outcome = self._start(decision, listener)
         else:

@@ -35,6 +35,14 @@ def line(job: Job, nodes: str, endpoint: tuple[str, ...], *options: str) -> int:
     return len(job.launchers) - 1
 
 
+def stands_still(job: Job, slot: int, words: str) -> None:
+    """Wait until its agent has no lease any more, as it says: then a worker does nothing."""
+    job.said(words, launcher_of(job, slot))
+    time.sleep(LEASE_S)
+    job.tell(slot, "act 0")
+    assert job.nothing("acts", slot, for_s=3.0)
+
+
 @proves(Kind.NODE_RETURN, Promise.GOES_ON)
 @pytest.mark.parametrize("count", [1, 3], ids=["one name", "all names"])
 def test_the_same_line_starts_the_job_joins_it_and_tells_its_end(
@@ -71,10 +79,7 @@ def test_below_the_least_it_waits_and_goes_on_with_one_that_has_forgotten(tmp_pa
         with socket.create_server((host, int(port))):
             job.launchers[launcher_of(job, 1)].kill()
             job.one("commit", 0, epoch=2)
-            job.said("1 of these names is part of the job, wanted 2", launcher_of(job, 0))
-            time.sleep(LEASE_S)
-            job.tell(0, "act 0")
-            assert job.nothing("acts", 0, for_s=3.0)
+            stands_still(job, 0, "1 of these names is part of the job, wanted 2")
             number = line(job, "2:3", endpoint)
             job.one("acts", 0)
             job.one("detached", 1)
@@ -93,10 +98,7 @@ def test_without_the_one_name_it_waits_until_that_is_back(tmp_path: Path) -> Non
         job.joined()
         job.launchers[launcher_of(job, 0)].kill()
         job.all("commit", [1, 2], epoch=2)
-        job.said("0 of these names are part of the job, wanted 1", launcher_of(job, 1))
-        time.sleep(LEASE_S)
-        job.tell(1, "act 0")
-        assert job.nothing("acts", 1, for_s=3.0)
+        stands_still(job, 1, "0 of these names are part of the job, wanted 1")
         number = line(job, "3", endpoint)
         job.one("acts", 1)
         job.one("detached", 0)

@@ -27,16 +27,16 @@ class Names:
     """Asks; `names`: "host:port" each."""
 
     def __init__(self, names: Sequence[str], secret: Secret) -> None:
-        self._names = tuple(names)
+        self.names = tuple(names)
         self._secret = secret
         # Of the last round, by name.
         self.why_silent: dict[str, str] = {}
 
     def ask(self, question: Question) -> dict[str, Known | None]:
         """Return the answers; None: nobody listens there; without those that do not answer."""
-        with ThreadPoolExecutor(len(self._names)) as pool:
-            answers = pool.map(partial(self._ask_or_say_why, question), self._names)
-        all_said = dict(zip(self._names, answers, strict=True))
+        with ThreadPoolExecutor(len(self.names)) as pool:
+            answers = pool.map(partial(self._ask_or_say_why, question), self.names)
+        all_said = dict(zip(self.names, answers, strict=True))
         self.why_silent = {name: one for name, one in all_said.items() if isinstance(one, str)}
         return {name: one for name, one in all_said.items() if not isinstance(one, str)}
 
