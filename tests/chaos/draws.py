@@ -67,9 +67,9 @@ class Kind:
     grows_by: int = 0
     # Its node has a zygote of its own, which may be killed too.
     has_zygote: bool = False
-    # When a worker dies after a byte has flipped in the only memory of a node, from which the step
-    # before is to be read: not once another stage may have sealed the next one over that.
-    flip_phases: tuple[str, ...] = ("optimizer", "gather")
+    # A byte flips in a snapshot of which its node has no other copy, and the step before is read:
+    # not where another stage may have sealed the next step over that, as the job stops then.
+    flips: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def kinds() -> dict[str, tuple[Kind, ...]]:
         "zygote": (Kind(spec=_exact(JobSpec()), floor=1, evaluates=True, has_zygote=True),),
         **{f"zero{stage}": (_engine(stage),) for stage in (1, 2, 3)},
         # Of three pipelines one is left whole, whichever two workers are lost.
-        "deepspeed-pipeline": (Kind(spec=pipelines, floor=4, flip_phases=("optimizer",)),),
+        "deepspeed-pipeline": (Kind(spec=pipelines, floor=4, flips=False),),
     }
 
 
@@ -188,7 +188,9 @@ class _Draw:
         if self._returns:
             yield "whole"
         if left >= 1:
-            yield from ("kill", "kill", "kill", "hang", "flip and kill")
+            yield from ("kill", "kill", "kill", "hang")
+            if self._kind.flips:
+                yield "flip and kill"
             if self._may_lose_for_good(per_node):
                 yield "drain"
         if left >= per_node and self._nodes > 1 and self._may_lose_for_good(per_node):
@@ -245,7 +247,7 @@ class _Draw:
                 self._gone -= 1
             case "flip and kill":
                 flip = self._event("flip")
-                phase = self._dice.choice(self._kind.flip_phases)
+                phase = self._dice.choice(("optimizer", "gather"))
                 self._event("kill", phase=phase, after=flip)
             case "kill and kill in recovery":
                 first = self._event("kill", phase=self._phase())
