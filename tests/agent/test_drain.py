@@ -8,6 +8,7 @@ import pytest
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.core.layout.layout import launch_layout
 from tests.agent.jobs import Job
+from tests.proofs import Kind, Promise, proves
 
 
 def drain(slot: int, where: object, capsys: pytest.CaptureFixture[str]) -> str:
@@ -110,6 +111,27 @@ def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
         assert job.finish([2]) == 0
         assert "worker 2 stays: all others leave; end the job instead" in job.output()
         assert [event["slot"] for event in job.events("notice_void")] == [2]
+
+
+@proves(Kind.AGENT, Promise.GOES_ON)
+@pytest.mark.parametrize("is_proposed", [True, False])
+def test_the_next_agent_remembers_who_is_to_leave(tmp_path: Path, is_proposed: bool) -> None:
+    with Job(tmp_path, 3).start() as job:
+        assert run_command(["drain", "1", str(job.run_dir)]) == 0
+        if is_proposed:
+            while len(job.events("view_proposed")) < 2:
+                job.listen(for_s=0.01)
+        job.kill_agent(0)
+        job.next_agent(0, 1)
+        for slot in range(3):
+            job.tell(slot, "step 1")
+        while job.one("commit", 0)["ranks"] != [0, 2]:
+            pass
+        for slot in (0, 2):
+            job.tell(slot, "release")
+        job.one("stopped", 1)
+        assert job.ended(job.pids[1])
+        assert job.finish([0, 2]) == 0
 
 
 def test_a_worker_that_dies_before_it_has_left_is_not_started_again(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ class Agreement(Candidate):
         if record.last is not None and record.last.proposal.ballot.leader == node:
             # The one that died may have written of it to no file yet.
             new._note_commit(record.last.proposal.view, again=True)
+        for notice in record.notices:
+            new._tell_leader(notice, now_s)
         # Nor may it have told them.
         new._effects += [Dismiss(slot=slot) for slot, seat in new.seats.items() if seat.dismissed]
         return new
@@ -140,7 +142,8 @@ class Agreement(Candidate):
         ballot = None if self.accepted is None else self.accepted.ballot
         seats = tuple((slot, seat.incarnation, seat.dismissed) for slot, seat in self.seats.items())
         epoch = self._sure_epoch
-        return self.promised, ballot, epoch, self.started, seats, self.nodes.changes
+        changes, notices = self.nodes.changes, self.own_notices
+        return self.promised, ballot, epoch, self.started, seats, changes, notices
 
     def record(self) -> Record:
         """Return what the next life of this agent begins with, to be stored before it speaks."""
@@ -158,6 +161,7 @@ class Agreement(Candidate):
             empty=self.nodes.empty,
             incarnations=self._reports.incarnations,
             unused_node=self.nodes.unused_node,
+            notices=self.own_notices,
         )
 
     def linked(self, node: int, epoch: int) -> None:

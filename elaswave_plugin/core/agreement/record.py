@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elaswave_plugin.core.agreement.messages import Ballot, Committed, Proposal
+from elaswave_plugin.core.agreement.messages import Ballot, Committed, Notice, Proposal
 from elaswave_plugin.core.agreement.reporter import Seat
 from elaswave_plugin.core.agreement.view import MembershipView
 
@@ -21,7 +21,7 @@ class Record:
     Ballots below `promised` do not count; `accepted`: the proposal of the highest ballot; `last`:
     the newest commit, whose views the node's trainers may not have been told of; `known_epoch` as
     in `Acceptor`; `seats`: the own slots; `history` ends with the newest view that is certainly
-    committed. The rest is as in `Welcome`.
+    committed; `notices`: of own trainers that are to leave. The rest is as in `Welcome`.
     """
 
     promised: Ballot
@@ -37,3 +37,4 @@ class Record:
     empty: dict[int, str]
     incarnations: dict[int, int]
     unused_node: int
+    notices: tuple[Notice, ...] = ()

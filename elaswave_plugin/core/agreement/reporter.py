@@ -267,7 +267,12 @@ class Reporter:
     def is_told_to_leave(self, slot: int) -> bool:
         """Return whether a notice of a trainer is in force, as far as is known; it may be dead."""
         worker = self.worker(slot)
-        return any(isinstance(news, Notice) and news.worker == worker for news in self._news)
+        return any(notice.worker == worker for notice in self.own_notices)
+
+    @property
+    def own_notices(self) -> tuple[Notice, ...]:
+        """The notices of own trainers that are in force, as far as is known."""
+        return tuple(news for news in self._news if isinstance(news, Notice))
 
     @property
     def told_to_leave(self) -> set[int]:
