@@ -414,6 +414,7 @@ class Agent:
         return {
             "t": "status",
             "node": agreement.node,
+            "host": socket.gethostname(),
             "pid": os.getpid(),
             "life": self._life,
             "leader": agreement.leader,

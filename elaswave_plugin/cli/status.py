@@ -185,7 +185,7 @@ def merge(answers: Sequence[Record], *, silent: dict[int, str], now_s: float) ->
 
 
 def _nodes(first: Record, answers: Sequence[Record], silent: dict[int, str]) -> list[Record]:
-    """List the agents: of each node process, life (how many agents it had before), slots."""
+    """List the agents: of each node host, process, life (how many agents it had before), slots."""
     by_node = {answer["node"]: answer for answer in answers}
     found = []
     for name, address in sorted(first["addresses"].items(), key=lambda one: int(one[0])):
@@ -194,6 +194,7 @@ def _nodes(first: Record, answers: Sequence[Record], silent: dict[int, str]) -> 
         found.append(
             {
                 "node": node,
+                "host": answer and answer["host"],
                 "pid": answer and answer["pid"],
                 "life": answer and answer["life"],
                 "address": address,

@@ -32,7 +32,7 @@ COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("MiB", "right"),
 )
 _FOLDED = ("phase", "held by")
-NODE_COLUMNS = ("node", "agent", "lives", "slots", "")
+NODE_COLUMNS = ("node", "host", "agent", "lives", "slots", "")
 
 
 def watch(contacts: Contacts, timeout_s: float, console: Console) -> None:
@@ -143,11 +143,13 @@ def draw_nodes(nodes: list[Record]) -> Table:
     """A row for each node's agent: its process, how many there have been, the slots it has."""
     table = _table("nodes (agent: its process; lives: the agents so far)")
     for name in NODE_COLUMNS:
-        table.add_column(name, justify="left" if name in ("slots", "") else "right")
+        table.add_column(name, justify="left" if name in ("host", "slots", "") else "right")
     for node in nodes:
         is_heard = node["silent"] is None
         table.add_row(
             str(node["node"]),
+            # Of one that is silent, where it was.
+            escape(node["host"] or node["address"].rpartition(":")[0]),
             str(node["pid"] or "-"),
             str(node["life"] + 1) if is_heard else "-",
             numbers_in_short(node["slots"]),

@@ -32,7 +32,14 @@ class NoRoomError(ConfigurationError):
 
 
 class NoAnswerError(ConfigurationError):
-    """No agent of the job answers."""
+    """No agent of the job answers at `contact`; `why`: what the machine says of it."""
+
+    def __init__(self, contact: str, why: str) -> None:
+        super().__init__(
+            f"--join is {contact}, where no agent of a job answers ({why});"
+            " `elaswave status --json` has their addresses"
+        )
+        self.contact, self.why = contact, why
 
 
 class Vacancy(NamedTuple):
@@ -58,10 +65,7 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
         _check_program(spec, roster)  # before a wait that would be for nothing
         roster = _with_room(roster, secret, spec.nproc_per_node)
     except OSError as error:
-        raise NoAnswerError(
-            f"--join is {spec.join}, where no agent of a job answers "
-            f"({error.strerror or error}); `elaswave status --json` has their addresses"
-        ) from error
+        raise NoAnswerError(spec.join, error.strerror or str(error)) from error
     if roster.record["ending"]:
         raise NoRoomError(f"the job at {spec.join} is ending: no worker can join it")
     world_size, free = roster.width, roster.free

@@ -198,7 +198,7 @@ class _Node:
             try:
                 end = run_part(part)
             except NoAnswerError as error:
-                why = f"an answer of the job, whose record is fresh: {error}"
+                why = f"an answer of the job, which lives, from {error.contact} ({error.why})"
                 continue
             except NoRoomError as error:
                 return f"a slot of the job, which runs: {error}"

@@ -55,13 +55,19 @@ class Job:
         self._options = options
         self._env = environment(TINY_FOLDER=str(folder), **env)
 
-    def launch(self, *options: str, command: Sequence[str] = ()) -> subprocess.Popen[str]:
-        """Start a launcher; its output goes to a file for `output`."""
+    def launch(
+        self, *options: str, command: Sequence[str] = (), within: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """Start a launcher; its output goes to a file for `output`.
+
+        ``within``: the words that enter a namespace, before its own.
+        """
         number = len(self.launchers)
         with open(self.folder / f"output-{number}", "w") as output:
             process = subprocess.Popen(
                 command
                 or [
+                    *within,
                     sys.executable,
                     "-c",
                     LAUNCH,

@@ -300,7 +300,8 @@ def test_a_leaders_node_without_power_is_lost_within_one_timeout(
     for member in start(1, 2):
         took_s = member.until_it_lost({0}) - began_s
         assert BEAT.timeout_s < took_s < 2 * BEAT.timeout_s
-        assert member.lost == {0: "its agent was silent for 0.6 s"}
+        ((node, evidence),) = member.lost.items()
+        assert node == 0 and evidence.endswith(" was silent for 0.6 s")
         assert member.agreement.leader == 1
 
 
@@ -470,7 +471,7 @@ def test_a_leader_and_the_next_whose_guardians_die_together_are_lost_at_once(
     for member in members[2:]:
         assert member.until_it_lost({0, 1}) - began_s < BEAT.timeout_s / 2
         assert set(member.lost_s) == {0, 1}
-        assert all("nobody listens at its address" in why for why in member.lost.values())
+        assert all("nobody listens at " in why for why in member.lost.values())
         assert member.agreement.leader == 2
 
 
@@ -519,4 +520,4 @@ def test_an_agent_that_none_follows_is_lost_once_it_was_silent_for_the_limit(
         took_s = member.until_it_lost({node}) - died_s
         limit_s = SLOW_BEAT.timeout_s
         assert limit_s - SLOW_BEAT.every_s < took_s < limit_s + 0.5
-        assert member.lost[node] == f"its agent was silent for {limit_s:g} s"
+        assert member.lost[node].endswith(f" was silent for {limit_s:g} s")

@@ -73,13 +73,19 @@ def test_all_columns_fit_a_terminal_of_80(tmp_path: Path) -> None:
 
 
 def test_each_node_is_a_row_with_its_agent_and_how_many_it_had() -> None:
-    leads = {"node": 0, "pid": 71, "life": 2, "slots": [0, 1, 2, 9], "leads": True, "silent": None}
-    silent = {"node": 3, "pid": None, "life": None, "slots": [3], "leads": False}
+    leads = {
+        **{"node": 0, "host": "tor1", "address": "10.0.0.1:4001", "pid": 71, "life": 2},
+        **{"slots": [0, 1, 2, 9], "leads": True, "silent": None},
+    }
+    silent = {
+        **{"node": 3, "host": None, "address": "10.0.0.3:4001", "pid": None, "life": None},
+        **{"slots": [3], "leads": False, "silent": "timed out"},
+    }
     screen = io.StringIO()
-    Console(width=80, file=screen).print(draw_nodes([leads, {**silent, "silent": "timed out"}]))
+    Console(width=80, file=screen).print(draw_nodes([leads, silent]))
     *_, first, second = [line.split() for line in screen.getvalue().splitlines() if line.strip()]
-    assert first == ["0", "71", "3", "0-2,", "9", "leads"]
-    assert second == ["3", "-", "-", "3", "timed", "out"]
+    assert first == ["0", "tor1", "71", "3", "0-2,", "9", "leads"]
+    assert second == ["3", "10.0.0.3", "-", "-", "3", "timed", "out"]
 
 
 # ---- a running job ------------------------------------------------------------------------------
@@ -107,6 +113,7 @@ def test_a_job_tells_its_view_its_snapshots_and_after_a_kill_the_new_view(tmp_pa
         (one["node"], one["pid"], one["life"], one["slots"], one["leads"], one["silent"])
         for one in before["nodes"]
     ] == [(0, job.agents[0], 0, [0, 1], True, None), (1, job.agents[2], 0, [2, 3], False, None)]
+    assert {one["host"] for one in before["nodes"]} == {socket.gethostname()}
     held = {"step": 0, "epoch": 1}
     # Those whose copy is on their own node are held by no other one.
     holders = [[], [{"slot": 2, **held}], [], [{"slot": 0, **held}]]
@@ -327,6 +334,7 @@ def answer(node: int, **more: Any) -> Record:
     return {
         "t": "status",
         "node": node,
+        "host": f"host{node}",
         "pid": 100 + node,
         "life": 0,
         "leader": 0,

@@ -73,7 +73,7 @@ def test_a_killed_guardian_takes_its_trainers_and_its_agent_along(
         assert job.left(WAIT_S) == []
     for worker in (2, 3):
         assert f"worker {worker} (node 1) was lost: its agent is gone: " in job.output()
-    assert "nobody listens at its address any more" in job.output()
+    assert "nobody listens at " in job.output()
 
 
 @proves(Kind.AGENT, Promise.NOBODY_LOST)

@@ -10,12 +10,13 @@ from elaswave_plugin.agent.peers.job_file import held
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.core.agreement.founding import LEASE_S, Waiting
 from tests.agent.jobs import TRAINER, Job
+from tests.faults.network import namespaces
 from tests.launch.test_join import let_in
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 
-def line(job: Job, nodes: str, *options: str) -> int:
+def line(job: Job, nodes: str, *options: str, within: tuple[str, ...] = ()) -> int:
     """Start the line on one more node; its number among the launchers."""
     job.launch(
         f"--nnodes={nodes}",
@@ -23,6 +24,7 @@ def line(job: Job, nodes: str, *options: str) -> int:
         f"--rdzv-dir={job.folder / 'shared'}",
         "--rdzv-last-call=1",
         *options,
+        within=within,
     )
     return len(job.launchers) - 1
 
@@ -106,6 +108,22 @@ def test_a_new_life_begins_once_the_lease_of_the_last_has_run_out(tmp_path: Path
         runs(job, life=2)
         assert job.finish([0, 1], launcher=2) == 0
         assert job.code(3) == 0
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_a_second_cluster_with_that_name_and_folder_begins_no_second_job(tmp_path: Path) -> None:
+    """None of its machines reaches the job whose record they see."""
+    with namespaces(1) as (elsewhere,), Job(tmp_path, 2) as job:
+        for _ in range(2):
+            line(job, "2")
+        job.joined()
+        others = [line(job, "2", within=elsewhere) for _ in range(2)]
+        for number in others:
+            job.said("for an answer of the job, which lives, from", number)
+        assert job.nothing("started", 0, for_s=LEASE_S + 2.0)
+        assert job.finish([0, 1]) == 0
+        assert [job.code(number) for number in others] == [0, 0]
+        assert len(job.events("job_started")) == 2
 
 
 def test_another_script_under_the_same_name_is_refused(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ class Coordinator:
             return
         match message:
             case Goodbye():
-                pass  # its link closes, and nobody listens at its address any more
+                pass  # its link closes, and nobody listens there any more
             case Beat():
                 self._hangs.heard(node, message)
                 self._take_beat(node, message)
@@ -387,7 +387,8 @@ class Coordinator:
             if channel is not None:
                 limit_s = self._resent.limit_s(node, channel.answers, now_s=now_s)
             if now_s - at_s > limit_s:
-                self._lose(node, f"its agent was silent for {limit_s:g} s")
+                at = self.agreement.addresses[node]
+                self._lose(node, f"its agent at {at} was silent for {limit_s:g} s")
 
     def _silences(self) -> dict[int, float]:
         """Return how long the machines of other agents have answered nothing."""

@@ -183,7 +183,7 @@ class Links:
         try:
             sock = connect(address, min(DIAL_S, self._grace_s))
         except ConnectionRefusedError:
-            gone = "nobody listens at its address any more"
+            gone = f"nobody listens at {address} any more"
             self._reactor.post(partial(self._is_dead, node, gone))
             return
         except OSError as error:

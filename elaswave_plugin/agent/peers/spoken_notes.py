@@ -24,8 +24,8 @@ def words_of(note: Note) -> str | None:
         case "notice_void":
             return f"worker {fields['slot']} stays: {fields['why']}; end the job instead"
         case "node_admitted":
-            slots = ", ".join(map(str, fields["slots"]))
-            return f"node {fields['node']} is let in, with worker {slots}"
+            slots, at = ", ".join(map(str, fields["slots"])), fields["address"]
+            return f"node {fields['node']} at {at} is let in, with worker {slots}"
         case "told_to_stop":
             return f"node {fields['node']} ends: node {fields['by']} stops it: {fields['reason']}"
         case "shut_out":

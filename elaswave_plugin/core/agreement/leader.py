@@ -480,7 +480,12 @@ class Agreement(Candidate):
         self._give_slots(message)
         if is_new:
             self._send(applicant.node, self._welcome(workers))
-        self._note("node_admitted", node=applicant.node, slots=list(applicant.slots))
+        self._note(
+            "node_admitted",
+            node=applicant.node,
+            address=applicant.address,
+            slots=list(applicant.slots),
+        )
 
     def _welcome(self, workers: tuple[WorkerId, ...]) -> Welcome:
         return Welcome(
