@@ -153,8 +153,7 @@ class _Node:
         shared, spec = self._shared, self._spec
         host, _, port = start.address.rpartition(":")
         if start.rank == 0:
-            of = f"{shared.least} to {shared.most}" if shared.least < shared.most else shared.most
-            say(f"the job starts on {start.nodes} of {of} nodes")
+            say(_words_of_start(start.nodes, shared, spec.reserve))
         part = replace(
             spec,
             nnodes=start.nodes,
@@ -213,6 +212,16 @@ class _Node:
         if end.told or end.exit_code == EXIT_CONFIGURATION:
             return True
         return end.met and not end.left_out
+
+
+def _words_of_start(nodes: int, shared: SharedJob, reserve: int) -> str:
+    """Say how many nodes train, and by how much that may grow."""
+    of = f"{shared.least} to {shared.most}" if shared.least < shared.most else shared.most
+    words = f"the job starts on {nodes} of {of} nodes"
+    if nodes == shared.most and not reserve:
+        return words
+    grows = f"may grow by {reserve} workers" if reserve else "grows by none"
+    return f"{words}, and {grows}: --reserve is {reserve}"
 
 
 def _check(spec: LaunchSpec, shared: SharedJob) -> None:

@@ -79,7 +79,8 @@ def test_one_that_is_too_many_stands_by_until_a_slot_is_free(tmp_path: Path) -> 
         job.joined()
         # Its other options are those of the job.
         spare = line(job, "2:3", "--reserve=1", "--quorum-wait-s=7")
-        assert "the job starts on 2 of 2 to 3 nodes" in job.outputs()
+        words = "the job starts on 2 of 2 to 3 nodes, and grows by none: --reserve is 0"
+        assert words in job.outputs()
         assert job.nothing("detached", 1, for_s=3.0)
         job.launchers[launcher_of(job, 1)].kill()
         job.one("commit", 0, epoch=2)

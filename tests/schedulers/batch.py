@@ -173,10 +173,10 @@ class Shipped:
             f"{count} workers that are back",
         )
 
-    def environment_of(self, node: int) -> dict[str, str]:
-        """The environment of the launcher that has begun a node of the job."""
+    def launcher_of(self, node: int) -> psutil.Process:
+        """The launcher that has begun a node of the job."""
         begun = [one for one in self.events("job_started") if one["node"] == node]
-        return psutil.Process(begun[-1]["launcher_pid"]).environ()
+        return psutil.Process(begun[-1]["launcher_pid"])
 
     def outcome(self) -> Outcome:
         """All that it has left, once it has ended."""

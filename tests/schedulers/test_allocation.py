@@ -50,7 +50,7 @@ def test_an_allocation_outlives_its_first_node(
     job.wait(lambda: job.step >= 3, "step 3")
     standby = job.directory / "node-3.out"
     job.wait(lambda: "a slot of the job, which runs" in standby.read_text(), "node that stands by")
-    nodes = {job.environment_of(node)["SLURMD_NODENAME"]: node for node in range(3)}
+    nodes = {job.launcher_of(node).environ()["SLURMD_NODENAME"]: node for node in range(3)}
     assert {*nodes} == {"n1", "n2", "n3"}
     # With the batch script and srun.
     slurm.lose_node("n1")

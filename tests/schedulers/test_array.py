@@ -24,7 +24,7 @@ def submit(slurm: Slurm, data: Path, folder: Path, before: str) -> Shipped:
 
 def tasks_of(job: Shipped) -> tuple[str, str]:
     """The names of the task that has begun node 1, and of the other one."""
-    number = int(job.environment_of(1)["SLURM_ARRAY_TASK_ID"])
+    number = int(job.launcher_of(1).environ()["SLURM_ARRAY_TASK_ID"])
     return f"{job.number}_{number}", f"{job.number}_{1 - number}"
 
 
@@ -59,6 +59,27 @@ def test_slurm_brings_a_lost_node_back_and_it_joins(
         slurm.bring_back(lost)
     assert (again["Restarts"], slurm.exit_code(task)) == ("1", 0)
     assert again["NodeList"] != lost
+    run = job.outcome()
+    assert not run.orphans
+    ranks = [view["ranks"] for view in run.events("view_committed")]
+    assert ranks[:2] == [[0, 1, 2, 3], [0, 1]] and ranks[-1] == [0, 1, 2, 3]
+    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
+
+
+@proves(Kind.NODE_RETURN, Promise.EQUAL)
+def test_a_task_whose_launcher_is_killed_is_queued_again_and_joins(
+    slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    go_on = tmp_path / "go_on"
+    job = submit(slurm, data, tmp_path, hold({SPEC.steps - 20: go_on}))
+    job.wait(lambda: job.step >= 3, "step 3")
+    task, other = tasks_of(job)
+    job.launcher_of(1).kill()
+    job.wait_for_workers_back(2)
+    go_on.touch()
+    for one in (task, other):
+        assert slurm.wait_for(one, *OVER, limit_s=JOB_S) == "COMPLETED"
+    assert (slurm.shown(task)["Restarts"], slurm.shown(other)["Restarts"]) == ("1", "0")
     run = job.outcome()
     assert not run.orphans
     ranks = [view["ranks"] for view in run.events("view_committed")]
