@@ -16,7 +16,7 @@ from tests.proofs import proof_of, struck
 
 SAMPLE = "ELASWAVE_SAMPLE"
 # Of a file with more fault tests than the least, this share of them is drawn.
-SHARE_OF_A_FILE, LEAST_OF_A_FILE = 0.33, 4
+SHARE_OF_A_FILE, LEAST_OF_A_FILE = 0.25, 3
 ROOT = Path(__file__).resolve().parents[1]
 # The cases of one parameter, by their numbers; each case has a test for every other parameter.
 Cases = dict[int, list[pytest.Item]]
