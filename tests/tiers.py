@@ -17,6 +17,7 @@ LONG = (
     "tests/core/test_agreement_random.py",
     "tests/core/test_docstrings.py",
     "tests/core/test_explore.py",
+    "tests/core/test_founding_orders.py",
     "tests/core/test_long_jobs.py",
     "tests/core/test_naming.py",
     "tests/core/test_pipeline_flow.py",

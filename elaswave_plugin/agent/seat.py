@@ -529,6 +529,7 @@ class Seat:
         self._common.agreement.give_notice(
             self.slot, reason, time.monotonic(), saves_last=saves, asked=asked
         )
+        self._common.coordinator.store_votes()  # who has asked is told that it leaves
 
     def _leave(self, number: int, reason: str) -> None:
         """The other workers go on without this one, from the state of the last step."""

@@ -1,6 +1,7 @@
 """`elaswave drain SLOT` reaches the agent of that slot, and its refusals are told."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,17 @@ def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
         assert [event["slot"] for event in job.events("notice_void")] == [2]
 
 
+def train_until(job: Job, ranks: list[int]) -> None:
+    """Have all of three workers begin steps until those of ``ranks`` know of their view."""
+    step, deadline_s = 1, time.monotonic() + job.wait_s
+    while len(ranks) > sum((r["what"], r.get("ranks")) == ("commit", ranks) for r in job.reports):
+        assert time.monotonic() < deadline_s, job.outputs()
+        for slot in range(3):
+            job.tell(slot, f"begin {step}")
+        job.listen(for_s=0.05)
+        step += 1
+
+
 @proves(Kind.AGENT, Promise.GOES_ON)
 @pytest.mark.parametrize("is_proposed", [True, False])
 def test_the_next_agent_remembers_who_is_to_leave(tmp_path: Path, is_proposed: bool) -> None:
@@ -123,10 +135,7 @@ def test_the_next_agent_remembers_who_is_to_leave(tmp_path: Path, is_proposed: b
                 job.listen(for_s=0.01)
         job.kill_agent(0)
         job.next_agent(0, 1)
-        for slot in range(3):
-            job.tell(slot, "step 1")
-        while job.one("commit", 0)["ranks"] != [0, 2]:
-            pass
+        train_until(job, ranks=[0, 2])
         for slot in (0, 2):
             job.tell(slot, "release")
         job.one("stopped", 1)

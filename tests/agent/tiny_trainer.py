@@ -197,6 +197,8 @@ class Trainer:
             case "step":
                 # At the boundary before this step it waits until the view is to change.
                 self.member.begin_step(int(words[0]), awaits_arrival=True)
+            case "begin":
+                self.member.begin_step(int(words[0]))
             case "saves_last":
                 self.member.saves_last()
                 self.tell("saves_last")

@@ -6,15 +6,15 @@ choice: what a name has heard may be old by now, and a meeting may have taken to
 
 import copy
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from elaswave_plugin.core.agreement.founding import GONE_S, OVER_S, Join, LastCall, Start
 from elaswave_plugin.core.agreement.named import Call, Known, Name, NamedFounder, Own, Renewal
 from elaswave_plugin.core.agreement.named import digest as digest_of
-from tests.explore.search import Broken, Found
+from tests.explore.search import Found
+from tests.explore.visits import act, come_to_rest, visit
 
 NAMES = ("a", "b", "c")
 LEAST = 2
@@ -89,6 +89,11 @@ class Naming:
     def _draw(self) -> int:
         self.lives += 1
         return self.lives
+
+    @property
+    def is_far(self) -> bool:
+        """True if enough lives have begun."""
+        return self.lives >= MOST_LIVES
 
     def mark(self) -> tuple[object, ...]:
         """All that may matter for what happens next."""
@@ -272,47 +277,12 @@ class Naming:
                 self._wait(name)  # somebody does not come
 
 
-def explore_names(
-    *, faults: int, most_states: int = 10**9, most_s: float = float("inf"), share: int = 20
-) -> Found:
-    """Visit each state once, deepest first; raises Broken.
+def explore_names(**more: Any) -> Found:
+    """Visit each state once, as `visit` does.
 
     Two lives never live at the same time; and from one state in `share` all nodes come to one job.
     """
-    found, seen = Found(), set[int]()
-    end_s = time.monotonic() + most_s
-    waiting: list[tuple[Naming, tuple[str, ...], int]] = [(Naming(), (), faults)]
-    while waiting:
-        if found.states >= most_states or time.monotonic() > end_s:
-            found.is_complete = False
-            break
-        naming, path, left = waiting.pop()
-        mark = hash((naming.mark(), left))
-        if mark in seen:
-            continue
-        seen.add(mark)
-        found.states += 1
-        found.depth = max(found.depth, len(path))
-        if found.states % share == 0:
-            found.at_rest += 1
-            _make(naming.fork(), "rest", path, Naming.come_to_rest)
-        usual = list(naming.usual()) if naming.lives < MOST_LIVES else []
-        for move in [*usual, *(naming.faults() if left and usual else ())]:
-            kind = move.split()[0]
-            is_fault = move not in usual
-            if is_fault:
-                found.faults[kind] = found.faults.get(kind, 0) + 1
-            after = naming.fork()
-            _make(after, move, path, partial(Naming.make, move=move))
-            waiting.append((after, (*path, move), left - is_fault))
-    return found
-
-
-def _make(naming: Naming, move: str, path: tuple[str, ...], act: Callable[[Naming], None]) -> None:
-    try:
-        act(naming)
-    except AssertionError as error:
-        raise Broken((*path, move), str(error)) from error
+    return visit(Naming(), **more)
 
 
 def walk(seed: int, *, moves: int = 300, fault: float = 0.08) -> int:
@@ -321,7 +291,7 @@ def walk(seed: int, *, moves: int = 300, fault: float = 0.08) -> int:
     for _ in range(moves):
         usual, faults = [*naming.usual()], [*naming.faults()]
         move = draw.choice(faults if faults and (not usual or draw.random() < fault) else usual)
-        _make(naming, move, path, partial(Naming.make, move=move))
+        act(naming.make, move, path)
         path = (*path, move)
-    _make(naming, "rest", path, Naming.come_to_rest)
+    come_to_rest(naming, path)
     return len(naming.members)
