@@ -494,7 +494,7 @@ class Seat:
         say(f"worker {self.slot} is being started again")
         common.agreement.trainer_starts(self.slot, incarnation)
         # An agent's next life must not start the same once more.
-        common.coordinator.store_votes()
+        common.coordinator.store_record()
         self.trainer.close()
         self.start(incarnation)
         common.on_change()
@@ -529,7 +529,7 @@ class Seat:
         self._common.agreement.give_notice(
             self.slot, reason, time.monotonic(), saves_last=saves, asked=asked
         )
-        self._common.coordinator.store_votes()  # who has asked is told that it leaves
+        self._common.coordinator.store_record()  # before anybody is told that it leaves
 
     def _leave(self, number: int, reason: str) -> None:
         """The other workers go on without this one, from the state of the last step."""

@@ -28,6 +28,21 @@ def tasks_of(job: Shipped) -> tuple[str, str]:
     return f"{job.number}_{number}", f"{job.number}_{1 - number}"
 
 
+def check_completed(slurm: Slurm, *tasks: str) -> None:
+    """Wait for the end of these tasks."""
+    for task in tasks:
+        assert slurm.wait_for(task, *OVER, limit_s=JOB_S) == "COMPLETED"
+
+
+def check_back(run: Outcome, reference: Reference) -> list[list[int]]:
+    """Check that it went on without node 1, then with all, to the same bits; its views' ranks."""
+    assert not run.orphans
+    ranks = [view["ranks"] for view in run.events("view_committed")]
+    assert ranks[0] == ranks[-1] == [0, 1, 2, 3] and [0, 1] in ranks
+    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
+    return ranks
+
+
 def check_left(run: Outcome) -> None:
     """Check that the workers of node 1 left between two steps: no step was computed twice."""
     reasons = " ".join(view["reason"] for view in run.events("view_committed"))
@@ -52,18 +67,13 @@ def test_slurm_brings_a_lost_node_back_and_it_joins(
         # Slurm sees the loss, puts the task back into the queue, and starts it on a free node.
         job.wait_for_workers_back(2)
         go_on.touch()
-        for one in (task, other):
-            assert slurm.wait_for(one, *OVER, limit_s=JOB_S) == "COMPLETED"
+        check_completed(slurm, task, other)
         again = slurm.shown(task)
     finally:
         slurm.bring_back(lost)
     assert (again["Restarts"], slurm.exit_code(task)) == ("1", 0)
     assert again["NodeList"] != lost
-    run = job.outcome()
-    assert not run.orphans
-    ranks = [view["ranks"] for view in run.events("view_committed")]
-    assert ranks[:2] == [[0, 1, 2, 3], [0, 1]] and ranks[-1] == [0, 1, 2, 3]
-    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
+    assert check_back(job.outcome(), reference)[1] == [0, 1]
 
 
 @proves(Kind.NODE_RETURN, Promise.EQUAL)
@@ -77,14 +87,9 @@ def test_a_task_whose_launcher_is_killed_is_queued_again_and_joins(
     job.launcher_of(1).kill()
     job.wait_for_workers_back(2)
     go_on.touch()
-    for one in (task, other):
-        assert slurm.wait_for(one, *OVER, limit_s=JOB_S) == "COMPLETED"
+    check_completed(slurm, task, other)
     assert (slurm.shown(task)["Restarts"], slurm.shown(other)["Restarts"]) == ("1", "0")
-    run = job.outcome()
-    assert not run.orphans
-    ranks = [view["ranks"] for view in run.events("view_committed")]
-    assert ranks[:2] == [[0, 1, 2, 3], [0, 1]] and ranks[-1] == [0, 1, 2, 3]
-    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
+    assert check_back(job.outcome(), reference)[1] == [0, 1]
 
 
 @proves(Kind.LEAVE, Promise.EQUAL)
@@ -107,15 +112,12 @@ def test_a_preempted_task_leaves_between_two_steps_and_joins_again(
     assert slurm.state(urgent) == "RUNNING"
     again = slurm.shown(task)
     go_on.touch()
-    for one in (task, other):
-        assert slurm.wait_for(one, *OVER, limit_s=JOB_S) == "COMPLETED"
+    check_completed(slurm, task, other)
     assert again["Restarts"] == "1" and again["NodeList"] != taken
     assert slurm.shown(other)["Restarts"] == "0"
     run = job.outcome()
     check_left(run)
-    ranks = [view["ranks"] for view in run.events("view_committed")]
-    assert ranks[0] == ranks[-1] == [0, 1, 2, 3] and [0, 1] in ranks
-    assert run.trace() == reference(replace(SPEC, nodes=1, respawn=0)).trace()
+    check_back(run, reference)
 
 
 @proves(Kind.LEAVE, Promise.EQUAL)

@@ -154,12 +154,12 @@ class Coordinator:
         """Let the agreement act on everything that happened, and carry it out."""
         self._lose_who_is_needed()
         while effects := self.agreement.settle(time.monotonic()):
-            self.store_votes()
+            self.store_record()
             for effect in effects:
                 self._carry_out(effect)
             self._lose_who_is_needed()
         self._say_views()
-        self.store_votes()
+        self.store_record()
         self._keep_links()
         if self.agreement.started and not self._told_start:
             self._say_address()
@@ -237,7 +237,7 @@ class Coordinator:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def store_votes(self) -> None:
+    def store_record(self) -> None:
         """Keep what the next life begins with, where that has changed."""
         known = self._said_epoch, *self.agreement.to_store
         if known != self._stored:
