@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elaswave_plugin.config import ElasticConfig
     from elaswave_plugin.ipc.progress_page import phase
     from elaswave_plugin.kept import keep
+    from elaswave_plugin.loss_terms import terms
 
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "WeightsDifferError",
     "keep",
     "phase",
+    "terms",
 ]
 
 _LAZY = (
@@ -51,6 +53,7 @@ _LAZY = (
     ("ElasticConfig", "elaswave_plugin.config"),
     ("keep", "elaswave_plugin.kept"),
     ("phase", "elaswave_plugin.ipc.progress_page"),
+    ("terms", "elaswave_plugin.loss_terms"),
 )
 
 

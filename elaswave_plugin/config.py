@@ -148,7 +148,7 @@ _OF_THE_JOB = (
     *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
     *("slow_workers", "clocks", "clock_table", "power_cap_w", "stop_after"),
-    *("rehearse_first_step", "snapshot_interval"),
+    *("rehearse_first_step", "snapshot_interval", "loss"),
 )
 
 
@@ -184,6 +184,11 @@ class ElasticConfig(BaseModel):
         description="copies of each snapshot with workers of other nodes; each takes the same"
         " memory again, and k of them survive the loss of k nodes at once. Within a node none is"
         " needed, since the memory of a snapshot outlives its worker",
+    )
+    loss: Literal["tokens", "samples", "sum"] | None = Field(
+        None,
+        description="what divides the losses, which weighs parts of a micro-batch after a loss of"
+        " workers: labels, samples, nothing; none: found by the values of a model's or a Trainer's",
     )
     snapshot_interval: _IntervalText = Field(
         "auto",

@@ -34,6 +34,7 @@ KEYS = (
     "hang_timeout_s",
     "kill",
     "last_checkpoint_dir",
+    "loss",
     "memory_limit_gib",
     "move_layers",
     "power_cap_w",

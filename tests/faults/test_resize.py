@@ -166,8 +166,13 @@ microbatches.cut_patches = lambda: PatchSet([])
     [
         (("--calculate-per-token-loss",), "exact", "dataflow is resize and consistency is exact"),
         ((), "fast", "micro-batches cannot be cut here: without calculate_per_token_loss"),
+        (
+            ("--calculate-per-token-loss", "--elaswave-loss=samples"),
+            "fast",
+            "micro-batches cannot be cut here: loss is samples",
+        ),
     ],
-    ids=["exact", "mean losses"],
+    ids=["exact", "mean losses", "said to be means"],
 )
 def test_what_cannot_be_cut_is_one_sentence(
     run: Launch, options: tuple[str, ...], consistency: str, sentence: str

@@ -26,6 +26,7 @@ HOW = "python -m tests.tidy.documents"
 WIDTH = 100
 # Shown, commented out, where a key has no default.
 EXAMPLES = (
+    ("loss", "tokens"),
     ("uninterruptible_timeout_s", 120.0),
     ("activation_room", 1.5),
     ("memory_limit_gib", 60.0),

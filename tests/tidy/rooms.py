@@ -21,6 +21,7 @@ deepspeed:
 version:
 values: errors version
 kept: errors values
+loss_terms: core/step errors
 core/step: errors
 checkpoints: errors values
 core/layout: errors
@@ -60,7 +61,7 @@ adapters/megatron/step: adapters adapters/megatron/compat adapters/megatron/stat
     errors recovery step_state trainer
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops
-    recovery step_state tracking trainer values
+    loss_terms recovery step_state tracking trainer values
 adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state adapters/megatron/step
     communicator config core/layout core/planner core/recovery_plan core/step errors framework ipc
     loops recovery step_state tracking trainer values
@@ -68,8 +69,8 @@ adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspe
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
     trainer values
-adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
-    adapters/deepspeed/engine errors kept loops step_state trainer
+adapters/deepspeed/hf_trainer: adapters adapters/deepspeed/accelerate adapters/deepspeed/compat
+    adapters/deepspeed/engine core/step errors kept loops loss_terms step_state trainer values
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops
     recovery step_state tracking trainer values

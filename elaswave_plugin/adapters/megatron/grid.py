@@ -265,6 +265,8 @@ def _clock_limits(config: ElasticConfig, *, workers: int) -> dict[str, Any]:
 
 def _resizes(config: ElasticConfig, why_whole: str | None, micro_batch_size: int) -> bool:
     """Return whether auto may cut micro-batches; raises ConfigurationError if resize cannot."""
+    if config.loss in ("samples", "sum"):
+        why_whole = why_whole or f"loss is {config.loss}, and parts are added up by their tokens"
     if why_whole and config.dataflow == "resize":
         raise ConfigurationError(
             f"dataflow is resize, and micro-batches cannot be cut here: {why_whole}; set dataflow"

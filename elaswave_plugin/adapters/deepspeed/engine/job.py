@@ -4,7 +4,7 @@ The engine object stays the user's; three of its methods, and the loader, go thr
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,17 +30,20 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Read
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
+from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss, Served
 from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.step.dataflow import Shares, share
+from elaswave_plugin.core.step.loss_parts import Interval
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.user import UserLoop
+from elaswave_plugin.loss_terms import weigh_by
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.engine_parts import (
     Buffers,
@@ -92,9 +95,12 @@ class EngineJob(AttachedEngine):
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
         self.own_loops = OwnLoops(worker, width=self._width)
+        self._own_loss = self._make_own_loss()
         self._stand_in = StandIn(engine.module)
         self._inputs: Any = None
         self._weight = 1.0
+        # This worker's samples of the iteration that was served last, and how many all have.
+        self._share: tuple[Interval, int] = ((0, 0), 0)
         self._losses: list[torch.Tensor] = []
         self._tokens = 0
         self._iterations = 0
@@ -126,6 +132,13 @@ class EngineJob(AttachedEngine):
         )
         self._attached()
 
+    def _make_own_loss(self) -> OwnLoss | None:
+        """Weigh the losses of a loop that the script owns; None for another loop."""
+        if not self._repeats_bodies:
+            return None
+        self.at_leave.append(weigh_by(self._weigh_terms))
+        return OwnLoss(self._worker, self._engine, width=self._width, compute=self._compute)
+
     def _own_parts(self) -> Sequence[Part]:
         """Return what belongs to the state of a step beside the engine's own."""
         return ()
@@ -151,6 +164,12 @@ class EngineJob(AttachedEngine):
     def interval(self, num_samples: int) -> tuple[int, int]:
         """Return the place of this worker's share among samples of all."""
         return self._shares(num_samples).interval(self._worker.slot)
+
+    def launch_intervals(self, num_samples: int) -> list[Interval]:
+        """Return the places of the micro-batches of the launch among samples of all."""
+        slots = self._worker.launch_slots
+        shares = share(num_samples=num_samples, launch_slots=slots, live=slots)
+        return [(start, stop) for _, start, stop in shares.intervals]
 
     # ---- announcements --------------------------------------------------------------------------
 
@@ -200,7 +219,11 @@ class EngineJob(AttachedEngine):
                 self._worker.phases.announce("forward")
             if self._needs_others_to_compute:
                 self._inputs = (inputs, kwargs)
-            output = native(*inputs, **kwargs)
+            if counts or self._loop.dead or self._own_loss is None:
+                output = native(*inputs, **kwargs)
+            else:
+                output = self._own_loss.forward(native, inputs, kwargs)
+                self._weight = self._own_loss.weight()
             if self._needs_others_to_compute:
                 self._stand_in.remember((inputs, kwargs), output)
                 self._inputs = None
@@ -211,6 +234,12 @@ class EngineJob(AttachedEngine):
         if counts and not (self._working or self.boundaries_follow):
             self.own_loops.evaluates()
         return output
+
+    def _weigh_terms(self, named: Mapping[str, Any]) -> Any:
+        """``elaswave_plugin.terms``: what weighs its terms weighs the loss no more."""
+        assert self._own_loss is not None
+        self._weight = 1.0
+        return self._own_loss.terms(named)
 
     def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
         """A part of the iteration; in work that starts again as a whole, a part of that."""
@@ -288,6 +317,8 @@ class EngineJob(AttachedEngine):
         weight = self._weight
 
         self._check_no_work("engine.backward")
+        if self._own_loss is not None:
+            self._own_loss.tell()
 
         def work() -> torch.Tensor:
             self._losses.append(loss.detach().double() * weight)
@@ -513,12 +544,17 @@ class EngineJob(AttachedEngine):
         shares = self._shares(len(items))
         interval = shares.interval(worker.slot)
         self._weight = shares.weight(worker.slot)
+        self._share = interval, len(items)
         if iteration == 0:
             self._losses, self._tokens = [], 0
         # Any worker that runs these samples in this step draws the same.
         torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
         self._engine.tput_timer.start()
         mine, batch = loader.read(items, interval)
+        if self._own_loss is not None:
+            every = [(start, stop) for _, start, stop in shares.intervals]
+            served = Served(batch, interval, every, self.launch_intervals(len(items)))
+            self._own_loss.serve(served)
         tokens = tokens_of(batch, len(mine.items))
         self._tokens += tokens
         if self._timer is not None:

@@ -16,9 +16,11 @@ import torch
 
 from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import gathered_pieces
 from elaswave_plugin.adapters.deepspeed.compat.patches import generation_patches
+from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import WHOLE, LossKind
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
-from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
 from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import batch_size, intervals, sizes
+from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn
+from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM
 from elaswave_plugin.errors import ConfigurationError
 
 # The modules whose trainers are known here, and the methods that have to be theirs.
@@ -82,10 +84,14 @@ class Generation:
             _REWARD: partial(self._reward),
         }
 
-    def kind(self) -> LossKind:
-        """Return the kind of the losses."""
+    def weigh(self, batches: Sequence[Any], num_items: Any) -> list[list[Turn]]:
+        """Return the pass of each micro-batch of an update."""
         sums = getattr(self._trainer, "loss_type", None) in _SUM_ITEMS
-        return LossKind(sums_items=sums, times_processes=sums)
+        kinds = {WHOLE: LossKind(SUM if sums else SAMPLES, times_processes=sums)}
+        return [
+            [Turn(batch, kinds, num_items, self._job.weights_of(number))]
+            for number, batch in enumerate(batches)
+        ]
 
     # ---- the trainer's methods ------------------------------------------------------------------
 

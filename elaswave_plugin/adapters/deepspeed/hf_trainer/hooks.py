@@ -22,8 +22,8 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
 from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
-from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind, ask
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
+from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn, Weighing
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
@@ -47,6 +47,9 @@ class TrainerHooks:
         # Micro-batches of the update that were returned, and the operations of each.
         self._made = 0
         self._operations: list[float] = []
+        # What losses weigh, of one that does not, and which batches have one of unknown kind.
+        self._weighing: Weighing | None = None
+        self._unknown: list[bool] = []
 
     def evaluate(self, native: Callable[..., Any], trainer: Any, *args: Any, **given: Any) -> Any:
         """``Trainer._evaluate``; what ``eval_on_start`` asks for the others have made already."""
@@ -105,6 +108,7 @@ class TrainerHooks:
             )
         else:
             self._loader = self._accelerated.elastic(prepared, whole_updates=True)
+            self._weighing = Weighing(self._job, trainer, self._job.declared_loss)
         self._job.trainer_state.trainer = trainer
         taken = {
             "get_batch_samples": self._get_batch_samples,
@@ -157,9 +161,12 @@ class TrainerHooks:
         for inputs in read[0]:
             self._native._track_num_input_tokens(inputs)
         own = [float(self._native.floating_point_ops(inputs)) for inputs in read[0]]
-        operations = torch.tensor(own, dtype=torch.float64, device=self._job.engine.device)
-        dist.all_reduce(operations)
-        self._operations = operations.tolist()
+        weighing = self._weighing
+        asked = [float(weighing is not None and weighing.is_unknown(inputs)) for inputs in read[0]]
+        told = torch.tensor([own, asked], dtype=torch.float64, device=self._job.engine.device)
+        dist.all_reduce(told)
+        self._operations, unknown = told.tolist()
+        self._unknown = [*map(bool, unknown)]
         return read
 
     def _training_step(
@@ -170,30 +177,21 @@ class TrainerHooks:
         assert update is not None
         if self._made == 0:
             update.step, update.model = self._native.training_step, model
-            update.kind = self._kind
+            update.weigh = self._weigh
             # What it logs of samples that were drawn would not be what a redo draws.
             self._job.called.make(sealed=self._generation is not None)
         self._made += 1
         return update.loss(self._made - 1)
 
-    def _kind(self, model: Any, inputs: Any, num_items: Any) -> LossKind:
-        """Return the kind of the losses, asked for once shares are unequal and it matters."""
-        trainer = self._trainer
+    def _weigh(self, model: Any, batches: list[Any], num_items: Any) -> list[list[Turn]]:
+        """Return the passes of an update's batches, once the kinds of their losses are known."""
         if self._generation is not None:
-            return self._generation.kind()
-        divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        if not divides or num_items is None or not trainer.args.average_tokens_across_devices:
-            return LossKind()
-        if self._job.has_launch_shares:
-            return LossKind(sums_items=True, times_processes=True)
-        state = self._job.trainer_state
-        if state.loss_kind is None:
-            # Subclasses keep metrics of each loss.
-            before = state.keep()
-            kind = ask(trainer, model, inputs, num_items)
-            state.put_back(before)
-            state.loss_kind = kind
-        return state.loss_kind
+            return self._generation.weigh(batches, num_items)
+        assert self._weighing is not None
+        for number, batch in enumerate(batches):
+            if self._unknown[number]:
+                self._weighing.learn(model, batch, number, num_items)
+        return self._weighing.weigh(batches, num_items)
 
     # ---- between two steps ----------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """An engine that transformers.Trainer drives: each update is a step that is ours to call again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -9,13 +11,16 @@ import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
+from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import WHOLE, Kinds, LossKind
 from elaswave_plugin.adapters.deepspeed.engine.monitor import Holders
-from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
 from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import weight
 from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
+from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM, Interval
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.called import CalledLoop
+from elaswave_plugin.loss_terms import added, weighed_by
 from elaswave_plugin.step_state.step_state import Part
+from elaswave_plugin.values.gathered import gathered
 
 Value = TypeVar("Value")
 
@@ -30,15 +35,16 @@ class TrainerJob(EngineJob):
 
     def _own_parts(self) -> Sequence[Part]:
         self.trainer_state = TrainerState()
-        # Weight and seed of each micro-batch that was read for the step.
-        self._drawn: list[tuple[float, int]] = []
+        # Share, samples of all and seed of each micro-batch that was read for the step.
+        self._drawn: list[tuple[Interval, int, int]] = []
+        # The micro-batch of each of its passes.
+        self._passed: list[int] = []
         # Micro-batches that a batch of the loader is cut into.
         self.pieces = 1
         # The micro-batch of the step that is made.
         self._number = 0
         # The losses of the last step's micro-batches, each the mean over all workers.
         self.losses: list[float] = []
-        self.loss_kind = LossKind()
         return (self.trainer_state,)
 
     @property
@@ -81,34 +87,73 @@ class TrainerJob(EngineJob):
     def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[Any]:
         """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch."""
         loader.seek(epoch, first)
-        self._drawn = []
+        self._drawn, self._passed = [], []
         batches = [self._next(loader) for _ in range(count)]
         self.trainer_state.place = epoch, first + count
         return batches
 
     def _next(self, loader: ElasticLoader) -> Any:
         batch = self._loop.next_batch(partial(self._serve, loader))
-        self._drawn.append((self._weight, torch.initial_seed()))
+        self._drawn.append((*self._share, torch.initial_seed()))
         return batch
 
+    def cut(self, number: int) -> tuple[Interval, list[Interval]]:
+        """Return this worker's share of a micro-batch's samples, and those of the launch."""
+        mine, num_samples, _ = self._drawn[number]
+        return mine, self.launch_intervals(num_samples)
+
+    def of_all(self, mine: Sequence[list[int]]) -> list[list[int]]:
+        """Join what the workers have of each micro-batch, in the order of samples (collective)."""
+        everyone = self.in_order(gathered([*mine]))
+        return [[*chain.from_iterable(one)] for one in zip(*everyone, strict=True)]
+
+    @property
+    def declared_loss(self) -> str | None:
+        """The rule that the script says of its loss, if it does."""
+        return self._worker.config.loss
+
+    @property
+    def asks(self) -> bool:
+        """True if losses are asked for their kind in this step, as long as it is not known."""
+        step = self._worker.completed
+        return not self.has_launch_shares or step & (step - 1) == 0
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Passes in this block are none of the compiled ones."""
+        return self._hooks.uncompiled()
+
     def begin_micro_batch(self, number: int) -> None:
-        """Weigh the losses and seed the draws of a micro-batch that was read."""
+        """Seed the draws of a micro-batch that was read."""
         self._number = number
-        share, seed = self._drawn[number]
-        torch.manual_seed(seed)
-        if self.pieces > 1:
-            share *= weight(number % self.pieces, *self.generated, pieces=self.pieces)
-        self._weight = self.loss_kind.weight(
-            share, launched=self._width, live=dist.get_world_size()
-        )
+        torch.manual_seed(self._drawn[number][2])
+
+    @contextmanager
+    def weighing(self, kinds: Kinds, weights: Mapping[str, float]) -> Iterator[None]:
+        """Weigh the loss of a pass of the micro-batch, or its terms."""
+
+        def of(term: str) -> float:
+            return kinds.get(term, LossKind()).weight(
+                weights, launched=self._width, live=dist.get_world_size()
+            )
+
+        def weigh(terms: Mapping[str, Any]) -> Any:
+            self._weight = 1.0
+            return added({name: one * of(name) for name, one in terms.items()})
+
+        self._weight = of(WHOLE)
+        self._passed.append(self._number)
+        with weighed_by(weigh):
+            yield
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
-        if len(self._losses) != len(self._drawn):
+        if len(self._losses) != len(self._passed):
             raise ConfigurationError(
-                f"a step of {len(self._drawn)} micro-batches called accelerator.backward"
+                f"a step of {len(self._passed)} passes called accelerator.backward"
                 f" {len(self._losses)} times, wanted once in each call of training_step"
             )
-        losses = torch.stack(self._losses).to(self._engine.device)
+        device = self._engine.device
+        losses = torch.zeros(len(self._drawn), dtype=torch.float64, device=device)
+        losses.index_add_(0, torch.tensor(self._passed, device=device), torch.stack(self._losses))
         dist.all_reduce(losses)
         self.losses = (losses / dist.get_world_size()).tolist()
         _, tokens, holders = super()._mean_loss()
@@ -127,6 +172,13 @@ class TrainerJob(EngineJob):
     def generated(self) -> tuple[int, int]:
         """The interval of this worker's samples among those of a generation."""
         return self.interval(self._width * self._micro_batch_size * self.pieces)
+
+    def weights_of(self, number: int) -> dict[str, float]:
+        """Return the weights of a micro-batch of what was generated, by rule."""
+        (start, stop), num_samples, _ = self._drawn[number]
+        samples = (stop - start) * self._width / num_samples
+        piece = weight(number % self.pieces, *self.generated, pieces=self.pieces)
+        return {SUM: 1.0, SAMPLES: samples * (piece if self.pieces > 1 else 1.0)}
 
     @property
     def position(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_callback import ExportableState
 
-from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
+from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import Kinds, LossKind
 from elaswave_plugin.kept import is_plain
 from elaswave_plugin.step_state.step_state import Part
 
@@ -27,8 +27,8 @@ class TrainerState(Part):
         self.trainer: Any = None
         # The epoch that the Trainer is in, and the iteration of it that comes next.
         self.place = (0, 0)
-        # The kind of the Trainer's loss; None until it has mattered.
-        self.loss_kind: LossKind | None = None
+        # The kinds of the Trainer's losses that are known, by the pattern of their batches.
+        self.loss_kinds: dict[str, Kinds] = {}
 
     def keep(self) -> dict[str, Any]:
         """Copies of counters and metrics, by what holds them."""
@@ -38,7 +38,10 @@ class TrainerState(Part):
         schedule = trainer.lr_scheduler
         return {
             "place": self.place,
-            "loss_kind": None if self.loss_kind is None else tuple(self.loss_kind),
+            "loss_kinds": {
+                pattern: {term: tuple(one) for term, one in kinds.items()}
+                for pattern, kinds in self.loss_kinds.items()
+            },
             "trainer": {
                 name: value
                 for name, value in ((name, _plain(one)) for name, one in vars(trainer).items())
@@ -65,8 +68,11 @@ class TrainerState(Part):
         if not kept:
             return
         trainer = self.trainer
-        self.place, kind = kept["place"], kept["loss_kind"]
-        self.loss_kind = None if kind is None else LossKind(*kind)
+        self.place = kept["place"]
+        self.loss_kinds = {
+            pattern: {term: LossKind(*one) for term, one in kinds.items()}
+            for pattern, kinds in kept["loss_kinds"].items()
+        }
         kept = copy.deepcopy(kept)
         for name, value in kept["trainer"].items():
             setattr(trainer, name, _like(vars(trainer).get(name), value))

@@ -1,6 +1,6 @@
 """One update of a Trainer, which can be made again: its batches, and their training steps."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
-from elaswave_plugin.adapters.deepspeed.hf_trainer.loss_kind import LossKind
+from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn
 
 
 class Update:
@@ -37,8 +37,8 @@ class Update:
         # The Trainer's own step: (model, inputs, num_items) -> loss.
         self.step: Callable[..., Any] | None = None
         self.model: Any = None
-        # (model, inputs, num_items) -> the kind of its losses.
-        self.kind: Callable[..., LossKind] | None = None
+        # (model, batches, num_items) -> the passes of each batch.
+        self.weigh: Callable[..., Sequence[Sequence[Turn]]] | None = None
 
     def read(self) -> None:
         """Read this worker's share of each batch, and count the items of all workers."""
@@ -50,13 +50,16 @@ class Update:
 
     def train(self) -> None:
         """Call the Trainer's step for each micro-batch; the last one makes the update."""
-        assert self.step is not None and self.kind is not None
-        self._job.loss_kind = self.kind(self.model, self.batches[0], self.num_items)
+        assert self.step is not None and self.weigh is not None
+        weighed = self.weigh(self.model, self.batches, self.num_items)
         boundary = GradientState().sync_gradients
-        for number, inputs in enumerate(self.batches):
-            GradientState()._set_sync_gradients(number == len(self.batches) - 1)
+        for number, turns in enumerate(weighed):
             self._job.begin_micro_batch(number)
-            self.step(self.model, inputs, self.num_items)
+            for left, turn in zip(range(len(turns))[::-1], turns, strict=True):
+                last = number == len(weighed) - 1 and not left
+                GradientState()._set_sync_gradients(last)
+                with self._job.weighing(turn.kinds, turn.weights):
+                    self.step(self.model, turn.batch, turn.num_items)
         GradientState()._set_sync_gradients(boundary)
         self.losses = self._job.losses
 

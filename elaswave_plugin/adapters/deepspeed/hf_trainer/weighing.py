@@ -1,0 +1,236 @@
+"""The weights of the losses of a Trainer's update, and the passes that they are computed in."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+
+from elaswave_plugin.adapters.deepspeed.compat.patches import asking_patches
+from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
+    UNLABELLED,
+    WHOLE,
+    Kinds,
+    Told,
+    counts_of,
+    evaluating,
+    kinds_of,
+    known_of,
+    parts_of,
+    pattern_of,
+    rows_of,
+    taken,
+    told_parts,
+    tolerance_of,
+    with_a_label,
+)
+from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+from elaswave_plugin.adapters.host_draws import undone_numbers
+from elaswave_plugin.core.step.loss_parts import (
+    RULES,
+    SAMPLES,
+    TOKENS,
+    Interval,
+    Pass,
+    passes,
+)
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.loss_terms import added, weighed_by
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.values.gathered import gathered
+
+# (batch, items of the step) -> loss.
+Compute = Callable[[Any, Any], torch.Tensor]
+# By the name of a term.
+Losses = dict[str, float]
+
+
+class Turn(NamedTuple):
+    """One pass of a micro-batch: samples, kinds of the loss, the items it is told, weights."""
+
+    batch: Any
+    kinds: Kinds
+    num_items: Any
+    weights: Mapping[str, float]
+
+
+class Weighing:
+    """The kinds of a Trainer's losses, and what follows from them for each update."""
+
+    def __init__(self, job: TrainerJob, trainer: Any, declared: str | None) -> None:
+        """``declared``: what the script says of its loss, or None."""
+        self._job = job
+        self._trainer = trainer
+        self._declared = declared
+        args = trainer.args
+        self._items_are_own = not args.average_tokens_across_devices
+        self._shifts = bool(getattr(trainer, "_loss_shifts_labels", True))
+
+    # ---- the kinds ------------------------------------------------------------------------------
+
+    def is_unknown(self, batch: Any) -> bool:
+        """Return whether the loss of a micro-batch has to be asked for its kind."""
+        known = self._job.trainer_state.loss_kinds
+        return self._job.asks and known_of(known, pattern_of(batch)) is None
+
+    @ends_in_a_sentence
+    def learn(self, model: Any, batch: Any, number: int, num_items: Any) -> None:
+        """Find out the kind of a micro-batch's loss (collective over WORLD).
+
+        Raises ConfigurationError for a loss that no weight is right for.
+        """
+        state = self._job.trainer_state
+        # Subclasses keep metrics of each loss.
+        before = state.keep()
+        with evaluating(model), torch.no_grad(), undone_numbers(), self._job.uncompiled():
+            found = self._found(model, batch, number, num_items)
+        state.put_back(before)
+        state.loss_kinds.update(found)
+
+    def _loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
+        """Compute a loss as the Trainer does; some take the labels out of a batch."""
+        with self._trainer.compute_loss_context_manager():
+            loss: torch.Tensor = self._trainer.compute_loss(
+                model, copy.copy(batch), num_items_in_batch=num_items
+            )
+        return loss
+
+    def _found(self, model: Any, batch: Any, number: int, num_items: Any) -> dict[str, Kinds]:
+        compute = partial(self._loss, model)
+        batch = self._trainer._prepare_inputs(batch)
+        once = losses_of(compute, batch, num_items)
+        items = None if num_items is None else losses_of(compute, batch, 2 * num_items)
+        with _twice_the_processes():
+            processes = losses_of(compute, batch, num_items)
+
+        def parts() -> Any:
+            made = parts_of(batch, self._samples(number))
+            return told_parts(made, lambda one: losses_of(compute, one, num_items))
+
+        told = gathered((pattern_of(batch), once, items, processes))
+        # A loss of no label is nothing, and is asked once; another one may become something.
+        silent: dict[str, Kinds] = {one[0]: {} for one in told if one[0].endswith(UNLABELLED)}
+        known = kinds_of(
+            [Told(*one) for one in told],
+            parts,
+            declared=self._declared,
+            shifts=self._shifts,
+            tolerance=tolerance_of(self._job.engine),
+        )
+        return {**silent, **known}
+
+    # ---- the passes -----------------------------------------------------------------------------
+
+    def weigh(self, batches: Sequence[Any], num_items: Any) -> list[list[Turn]]:
+        """Return the passes of each micro-batch of an update (collective over WORLD)."""
+        job, known = self._job, self._job.trainer_state.loss_kinds
+        if job.has_launch_shares:
+            return [[Turn(batch, {}, num_items, dict.fromkeys(RULES, 1.0))] for batch in batches]
+        kinds = [known_of(known, pattern_of(batch)) or {} for batch in batches]
+        by_labels = {one for each in known.values() for one in each.values() if one.rule == TOKENS}
+        own = self._items_are_own and num_items is not None
+        if not (by_labels or own):
+            return [
+                self._turns(number, *one, num_items, None, None)
+                for number, one in enumerate(zip(batches, kinds, strict=True))
+            ]
+        shifts = self._shifts if own else any(one.shifts for one in by_labels)
+        counts = job.of_all([counts_of(batch, shifts=shifts) or [] for batch in batches])
+        items = self._items_of_replicas(counts) if own else None
+        turns = [
+            self._turns(number, *one, num_items, counts[number], items)
+            for number, one in enumerate(zip(batches, kinds, strict=True))
+        ]
+        # Every worker takes part in as many reductions, and in ZeRO-3 in as many passes.
+        most = torch.tensor([len(one) for one in turns], device=job.engine.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        for number, (each, count) in enumerate(zip(turns, most.tolist(), strict=True)):
+            one = with_a_label(taken(batches[number], [0], self._samples(number)))
+            void = Turn(one, {}, num_items, dict.fromkeys(RULES, 0.0))
+            each.extend([void] * (count - len(each)))
+        return turns
+
+    def _turns(
+        self,
+        number: int,
+        batch: Any,
+        kinds: Kinds,
+        num_items: Any,
+        counts: Sequence[int] | None,
+        items: Sequence[int] | None,
+    ) -> list[Turn]:
+        share, launch = self._job.cut(number)
+        rules = {one.rule for one in kinds.values()} or {SAMPLES}
+        if counts is not None and len(counts) != launch[-1][1]:
+            # Batches without labels, on some worker.
+            counts = None
+        made = passes(share, launch, tokens=counts, rules=[*rules], apart=items)
+        return [
+            Turn(
+                self._rows(batch, share, one),
+                kinds,
+                num_items if items is None else num_items.new_tensor(items[one.replica]),
+                one.weights,
+            )
+            for one in made
+        ]
+
+    def _rows(self, batch: Any, share: Interval, one: Pass) -> Any:
+        if (one.start, one.stop) == share:
+            return batch
+        num_samples = share[1] - share[0]
+        if (rows_of(batch) or 1) % num_samples:
+            raise ConfigurationError(
+                f"a batch of {num_samples} samples has {rows_of(batch)} rows, and its loss is a"
+                " mean over labels, which has to be computed apart for samples of different"
+                " micro-batches: have the loss divided by num_items_in_batch"
+            )
+        return taken(batch, range(one.start - share[0], one.stop - share[0]), num_samples)
+
+    def _samples(self, number: int) -> int:
+        """Return the samples of this worker in a micro-batch."""
+        (start, stop), _ = self._job.cut(number)
+        return stop - start
+
+    def _items_of_replicas(self, counts: Sequence[Sequence[int]]) -> list[int]:
+        """Return the items of the update that each worker of the launch would count."""
+        launches = [self._job.cut(number)[1] for number in range(len(counts))]
+        return [
+            sum(sum(one[slice(*each[replica])]) for one, each in zip(counts, launches, strict=True))
+            for replica in range(len(launches[0]))
+        ]
+
+
+def losses_of(compute: Compute, batch: Any, num_items: Any) -> Losses:
+    """Return the terms of a loss as they are in the end, by name; a loss without terms is one."""
+    named: dict[str, float] = {}
+
+    def note(terms: Mapping[str, Any]) -> Any:
+        named.update((name, float(one)) for name, one in terms.items())
+        return added(terms)
+
+    with weighed_by(note):
+        loss = float(compute(batch, num_items))
+    total = sum(named.values())
+    # The whole may be scaled behind the terms.
+    return {name: one * loss / total for name, one in named.items()} if total else {WHOLE: loss}
+
+
+@contextmanager
+def _twice_the_processes() -> Iterator[None]:
+    shared = [one._shared_state for one in (PartialState, AcceleratorState)]
+    before = [one["num_processes"] for one in shared]
+    patches = asking_patches()
+    patches.apply()
+    try:
+        for one in shared:
+            one["num_processes"] *= 2
+        yield
+    finally:
+        for one, number in zip(shared, before, strict=True):
+            one["num_processes"] = number
+        patches.undo()

@@ -1,0 +1,114 @@
+"""Trainers whose losses are divided by different things, on samples with few labels or many."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_trainer import EVENTS, Tape, add
+from torch.nn.functional import cross_entropy
+from train_accelerate import build_model
+from train_deepspeed import TextDataset
+from transformers import Trainer, TrainingArguments, set_seed
+
+import elaswave_plugin
+
+
+def label_losses(outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of each place, 0 where it has no label, and which ones have one."""
+    wanted = labels[:, 1:]
+    losses = cross_entropy(outputs.logits[:, :-1].transpose(1, 2), wanted, reduction="none")
+    return losses, wanted.ne(-100)
+
+
+class OwnLoss(Trainer):
+    """A Trainer with a loss of its own."""
+
+    kind = ""
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses, has_label = label_losses(outputs, labels)
+        distance = outputs.logits.float().square().mean((1, 2)).mean()
+        by_items = losses.sum() / num_items_in_batch * self.accelerator.num_processes
+        # A batch without labels has no loss, in place of a mean of nothing.
+        by_labels = losses.sum() / has_label.sum().clamp(min=1)
+        if self.kind == "labels":
+            return by_labels
+        if self.kind == "samples":
+            return (losses.sum(1) / has_label.sum(1).clamp(min=1)).mean()
+        if self.kind == "mixed":
+            return 0.5 * by_items + 0.5 * distance
+        if self.kind == "terms":
+            return 0.5 * elaswave_plugin.terms(tokens=by_items, samples=distance)
+        if self.kind == "label terms":
+            return elaswave_plugin.terms(tokens=by_labels, samples=distance)
+        # Of pairs of samples of a batch.
+        first, second = outputs.logits.float().mean((1, 2)).roll(1), losses.mean(1)
+        return (first * second).mean() + by_items
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--loss", default="items")
+    parser.add_argument("--unlabelled", default="", help="items of the data without a label")
+    parser.add_argument("--own-items", action="store_true", help="items of a worker's own batches")
+    parser.add_argument("--batch-size", type=int, default=2)
+    args, _ = parser.parse_known_args()
+    unlabelled = set(filter(None, args.unlabelled.split(",")))
+    for event in EVENTS:
+        add(event)
+    place = Path(args.deepspeed_config).parent
+    set_seed(7)
+    dataset = TextDataset(None, 32, 96)
+
+    class Ragged(torch.utils.data.Dataset):
+        """Samples of which the first places, of another number each, have no label."""
+
+        def __len__(self) -> int:
+            return len(dataset)
+
+        def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+            tokens, _ = dataset[item]
+            labels = tokens.clone()
+            labels[: 32 if str(item) in unlabelled else item * 7 % 30] = -100
+            return {"input_ids": tokens, "labels": labels}
+
+    OwnLoss.kind = args.loss
+    trainer = (Trainer if args.loss == "items" else OwnLoss)(
+        model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32)),
+        args=TrainingArguments(
+            output_dir=str(place / "trainer"),
+            deepspeed=args.deepspeed_config,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch_size,
+            gradient_accumulation_steps=2,
+            average_tokens_across_devices=not args.own_items,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            ddp_backend="gloo",
+            remove_unused_columns=False,
+        ),
+        train_dataset=Ragged(),
+        callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
+    )
+    trainer.train()
+    print(f"trained {trainer.state.global_step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A loop of one's own whose samples have few labels or many; the section says what divides it."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch.nn.functional import cross_entropy
+
+import elaswave_plugin
+import elaswave_plugin.deepspeed
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+from train_accelerate import build_model
+from train_deepspeed import TextDataset
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Samples of which the first places, of another number each, have no label."""
+
+    def __init__(self) -> None:
+        self.texts = TextDataset(None, 32, 96)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        tokens, _ = self.texts[item]
+        labels = tokens.clone()
+        labels[: item * 7 % 30] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+class Pairs(torch.nn.Module):
+    """A model whose loss compares the samples of a batch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean product of neighbours."""
+        means = self.model(input_ids=input_ids).logits.float().std((1, 2))
+        return (means * means.roll(1)).mean()
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deepspeed_config")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--by", choices=("model", "labels", "sum", "terms", "pairs"))
+    parser.add_argument("--says")
+    args, _ = parser.parse_known_args()
+    torch.manual_seed(1234)
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    if args.says:
+        config["elaswave"]["loss"] = args.says
+    model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
+    engine, _, loader, _ = deepspeed.initialize(
+        model=Pairs(model) if args.by == "pairs" else model,
+        model_parameters=model.parameters(),
+        config=config,
+        training_data=Ragged(),
+    )
+    while engine.global_steps < args.steps:
+        for batch in loader:
+            if args.by in ("model", "pairs"):
+                output = engine(**batch)
+                loss = output if torch.is_tensor(output) else output.loss
+            else:
+                logits = engine(input_ids=batch["input_ids"]).logits
+                losses = cross_entropy(
+                    logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
+                )
+                loss = losses.sum() / 100
+                if args.by == "labels":
+                    loss = losses.sum() / batch["labels"][:, 1:].ne(-100).sum().clamp(min=1)
+                if args.by == "terms":
+                    distance = logits.float().square().mean((1, 2)).mean()
+                    loss = 0.5 * elaswave_plugin.terms(sum=loss, samples=distance)
+            engine.backward(loss)
+            engine.step()
+            if engine.global_steps >= args.steps:
+                break
+
+
+if __name__ == "__main__":
+    main()

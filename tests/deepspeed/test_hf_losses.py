@@ -1,0 +1,91 @@
+"""Losses of Trainers by what divides them: after a loss of workers each has another weight."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.hf_runs import AUTO, check_tapes
+from tests.faults.harness import Outcome
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+
+def spec_of(*kills: str, loss: str, options: Sequence[str] = (), **changes: Any) -> EngineSpec:
+    """Samples have 2 to 31 labels, two are in a micro-batch."""
+    given = {"stage": 2, "global_batch": 16, "settings": json.dumps(AUTO), **changes}
+    return EngineSpec(
+        script=str(SCRIPTS / "hf_losses.py"),
+        kills=kills,
+        options=(f"--loss={loss}", *options),
+        **given,
+    )
+
+
+def check(run: Launch, twin: Twin, reference: Launch, spec: EngineSpec) -> Outcome:
+    """The losses after a loss of workers are those of the undisturbed run."""
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=3)
+    return killed
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("loss", "options", "stage"),
+    sampled(
+        [
+            ("labels", (), 2),
+            ("terms", (), 2),
+            ("items", (), 2),
+            ("items", ("--own-items",), 2),
+            ("samples", (), 2),
+            ("label terms", (), 3),
+            ("labels", (), 3),
+            ("labels", (), 0),
+            ("items", ("--own-items",), 3),
+        ],
+        share=3,
+    ),
+)
+def test_the_losses_are_those_of_the_undisturbed_run(
+    run: Launch, twin: Twin, reference: Launch, loss: str, options: Sequence[str], stage: int
+) -> None:
+    check(run, twin, reference, spec_of("1@2:backward", loss=loss, options=options, stage=stage))
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+def test_a_micro_batch_without_a_label_says_nothing_of_the_loss(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    """It is the first one with unequal shares."""
+    spec = spec_of("1@2:backward", loss="items")
+    served = reference(spec).files.ledger
+    items = [item for one in served if (one["step"], one["k"]) == (2, 0) for item in one["items"]]
+    assert len(items) == 8
+    option = f"--unlabelled={','.join(map(str, items))}"
+    check(run, twin, reference, replace(spec, options=(*spec.options, option)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        ("mixed", "with twice the items of a step the loss is"),
+        pytest.param("pairs", "loss", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_that_no_weight_is_right_for_is_refused_in_the_first_step(
+    run: Launch, loss: str, told: str
+) -> None:
+    refused = run(spec_of(loss=loss))
+    assert refused.returncode == 2
+    assert told in refused.output and "elaswave_plugin.terms(" in refused.output
+    assert not refused.files.steps

@@ -1,0 +1,72 @@
+"""Losses of a loop that the script owns: what the model returns, or the section says of them."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.deepspeed.conftest import Launch, Twin
+from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.faults.harness import max_relative_difference
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+TOLD = "the samples of a micro-batch have"
+
+
+def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> EngineSpec:
+    """Samples have 2 to 31 labels, two are in a micro-batch."""
+    options = (f"--by={by}", *(() if says is None else (f"--says={says}",)))
+    given = {"stage": 2, "global_batch": 16, **changes}
+    script = str(SCRIPTS / "own_losses.py")
+    return EngineSpec(script=script, kills=kills, options=options, **given)
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(
+    ("by", "says", "stage"),
+    sampled(
+        [
+            ("model", None, 2),
+            ("model", None, 3),
+            ("terms", None, 2),
+            ("sum", "sum", 1),
+            ("sum", "sum", 3),
+            ("model", "tokens", 0),
+        ],
+        share=3,
+    ),
+)
+def test_the_losses_are_those_of_the_undisturbed_run(
+    run: Launch, twin: Twin, reference: Launch, by: str, says: str | None, stage: int
+) -> None:
+    spec = spec_of("1@2:backward", by=by, says=says, stage=stage)
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert TOLD not in killed.output
+
+
+@pytest.mark.slow
+@proves(Kind.KILL, Promise.CLOSE)
+def test_a_mean_over_labels_outside_of_the_model_is_told(run: Launch, reference: Launch) -> None:
+    """It cannot be computed apart for parts of two micro-batches, and is nearer by labels."""
+    far = {}
+    for says in (None, "tokens"):
+        spec = spec_of("1@2:backward", by="labels", says=says)
+        killed = run(spec)
+        assert killed.returncode == 0, killed.output[-4000:]
+        assert (TOLD in killed.output) is (says is None)
+        assert ("a mean over labels, which the script computes outside" in killed.output) is bool(
+            says
+        )
+        far[says] = max_relative_difference(killed, reference(spec))
+    assert far["tokens"] < 0.05
+
+
+def test_a_loss_of_pairs_is_refused_in_the_first_step(run: Launch) -> None:
+    refused = run(spec_of(by="pairs"))
+    assert refused.returncode == 2
+    assert "is not made up of those of its parts" in refused.output
+    assert not refused.files.steps
