@@ -1,7 +1,5 @@
 """ElasticConfig: the one schema of the settings, on the command line and in configuration files."""
 
-import argparse
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ from pydantic import (
 from elaswave_plugin.core.agreement.hang import EVALUATION, SAVE
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import rehearsed_settings
-from elaswave_plugin.toml_file import toml_section
+from elaswave_plugin.words import check_words
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
@@ -32,7 +30,6 @@ SAVE_PHASE, FINALIZE_PHASE = SAVE, "finalize"
 OUTSIDE_PHASES = ("startup", "body", EVALUATION, SAVE_PHASE, FINALIZE_PHASE)
 KILL_PHASES = STEP_PHASES + RECOVERY_PHASES + OUTSIDE_PHASES
 
-_PREFIX = "elaswave"
 _SPOT = re.compile(r"(\d+)(?:\.(\d+))?@(\d+)(?::([a-z]+))?(?::([a-z]+))?")
 _CHANGE = re.compile(r"(\+?)(\d+)@(\d+)")
 KILL_WAYS = ("kill", "loop", "gil", "stop")
@@ -149,6 +146,17 @@ _OF_THE_JOB = (
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
     *("slow_workers", "clocks", "clock_table", "power_cap_w", "stop_after"),
     *("rehearse_first_step", "snapshot_interval", "loss"),
+)
+
+
+# Of a setting: another one and its value with which it would do nothing, and why.
+_IDLE = (
+    ("power_cap_w", "clocks", "off", "which leaves the clocks alone"),
+    ("clock_table", "clocks", "off", "which leaves the clocks alone"),
+    ("wandb_project", "wandb", "off", "so that there is no run in it"),
+    ("snapshot_copies", "snapshots", False, "so that there is nothing to copy"),
+    ("snapshot_interval", "snapshots", False, "so that there is nothing to copy"),
+    ("respawn", "snapshots", False, "from which a worker that is started again has its state"),
 )
 
 
@@ -461,15 +469,14 @@ class ElasticConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _clocks_are_on(self) -> "ElasticConfig":
-        """Nothing that says how clocks change is ignored where they do not."""
-        for name in ("power_cap_w", "clock_table"):
+    def _nothing_is_idle(self) -> "ElasticConfig":
+        """Refuse what says more of something that is switched off."""
+        for name, other, off, why in _IDLE:
             value, default = getattr(self, name), type(self).model_fields[name].default
-            if self.clocks == "off" and value != default:
+            if getattr(self, other) == off and value not in (default, 0):
                 shown = f"{value:g}" if isinstance(value, float) else repr(value)
                 raise ValueError(
-                    f"{name} is {shown} and clocks is off, which leaves the clocks alone; set"
-                    f" clocks, or leave {name} out"
+                    f"{name} is {shown} and {other} is off, {why}; set {other}, or leave {name} out"
                 )
         return self
 
@@ -488,10 +495,20 @@ class ElasticConfig(BaseModel):
                 )
 
 
-def from_section(section: Mapping[str, Any], source: str = "section elaswave") -> ElasticConfig:
-    """Build the configuration from a mapping (a table of a file); raises ConfigurationError."""
+def from_section(
+    section: Mapping[str, Any],
+    source: str = "section elaswave",
+    *,
+    elsewhere: Mapping[str, str] | None = None,
+) -> ElasticConfig:
+    """Build the configuration from a mapping (a table of a file); raises ConfigurationError.
+
+    ``elsewhere``: words that are no settings, and what they are.
+    """
     if not isinstance(section, Mapping):
         raise ConfigurationError(f"{source} is {section!r}, wanted a table of keys and values")
+    given = {str(key): value for key, value in section.items()}
+    check_words(given, ElasticConfig.model_fields, f"{source}: unknown key", elsewhere=elsewhere)
     try:
         return ElasticConfig.model_validate({**section, **rehearsed_settings(os.environ)})
     except ValidationError as error:
@@ -499,103 +516,12 @@ def from_section(section: Mapping[str, Any], source: str = "section elaswave") -
         raise ConfigurationError(_sentence(error, source)) from None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --elaswave, --elaswave-config and one --elaswave-KEY per field; returns the parser."""
-    group = parser.add_argument_group("elaswave")
-    group.add_argument(
-        "--elaswave",
-        action="store_true",
-        help="keep the job training through the loss of workers",
-    )
-    group.add_argument(
-        "--elaswave-config",
-        metavar="FILE",
-        default=None,
-        help="TOML file with the keys below; an option on the command line wins",
-    )
-    schema = ElasticConfig.model_json_schema()["properties"]
-    for key, field in ElasticConfig.model_fields.items():
-        repeated = field.default == ()
-        # A switch that is off needs no word behind it.
-        switch: dict[str, Any] = {"nargs": "?", "const": "on"} if field.default is False else {}
-        default = "none" if field.default in (None, ()) else _shown(field.default)
-        text = f"{field.description} (default: {default})".replace("%", "%%")
-        group.add_argument(
-            option_of(key),
-            dest=f"{_PREFIX}_{key}",
-            metavar=_metavar(key, schema[key]),
-            default=None,
-            action="append" if repeated else "store",
-            **switch,
-            help=text + ("; may be repeated" if repeated else ""),
-        )
-    return parser
-
-
-def from_namespace(args: argparse.Namespace) -> ElasticConfig | None:
-    """Build the configuration from parsed arguments: option over TOML over default.
-
-    None without --elaswave; any other --elaswave option is then an error rather than ignored.
-    Raises ConfigurationError.
-    """
-    given = {
-        key: value
-        for key in ElasticConfig.model_fields
-        if (value := getattr(args, f"{_PREFIX}_{key}", None)) is not None
-    }
-    toml = getattr(args, f"{_PREFIX}_config", None)
-    if not getattr(args, _PREFIX, False):
-        if given or toml is not None:
-            name = option_of(next(iter(given))) if given else f"--{_PREFIX}-config"
-            raise ConfigurationError(f"{name} is given without --{_PREFIX}; add --{_PREFIX}")
-        return None
-    section = {} if toml is None else toml_section(toml)
-    if section:
-        from_section(section, source=str(toml))  # blame the file for its own mistakes
-    return in_the_launch_dir(from_section({**section, **given}, source="command line"))
-
-
-def in_the_launch_dir(settings: ElasticConfig) -> ElasticConfig:
-    """Give settings without a run directory that of the launch: ``elaswave run --dir``."""
-    directory = os.environ.get("ELASWAVE_DIR")
-    if settings.dir is not None or not directory:
-        return settings
-    return settings.model_copy(update={"dir": Path(directory)})
-
-
-def option_of(key: str) -> str:
-    """The command line option of a key: snapshot_copies -> --elaswave-snapshot-copies."""
-    return f"--{_PREFIX}-{key.replace('_', '-')}"
-
-
 def _sentence(error: ValidationError, source: str) -> str:
     """Put the first mistake into one sentence: key, value seen, value wanted."""
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
-    if first["type"] == "extra_forbidden":
-        known = sorted(ElasticConfig.model_fields)
-        near = difflib.get_close_matches(key, known, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        return (
-            f"{source}: unknown key {key!r} (value {first['input']!r}), wanted one of "
-            f"{', '.join(known)}{meant}"
-        )
     message = str(first["msg"]).removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
         return f"{source}: {message}"
     wanted = message.replace("Input should be ", "")
     return f"{source}: key {key!r} is {first['input']!r}, wanted {wanted}"
-
-
-def _metavar(key: str, choices: Mapping[str, Any]) -> str:
-    if "enum" in choices:
-        return "{" + ",".join(choices["enum"]) + "}"
-    if choices.get("type") == "boolean":
-        return "{on,off}"
-    return key.rsplit("_", 1)[-1].upper()
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -70,6 +70,7 @@ def _elastic(native: Callable[..., Any]) -> Callable[..., Any]:
         reading = import_module(f"{_ADAPTER}.configuration")
         arguments = reading.arguments_of(native, args, kwargs)
         config = reading.configuration_of(arguments)
+        reading.check_section_name(config)
         names = import_module("deepspeed").__dict__
         names[_MARK] = missing = reading.missing_in(config)
         # Of each engine of the process: its job, None where it has joined none.

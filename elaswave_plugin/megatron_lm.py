@@ -65,10 +65,14 @@ def _with_our_group(
     if provider is not None:
         parser = provider(parser)
     known = set(parser._actions)
-    import_module("elaswave_plugin.config").add_arguments(parser)
+    import_module("elaswave_plugin.command_line").add_arguments(parser)
     for action in parser._actions:
         if action not in known:
             action.default = argparse.SUPPRESS
+    try:
+        import_module("elaswave_plugin.words").check_options(words)
+    except ValueError as error:
+        parser.error(str(error))
     ours = [word.split("=")[0] for word in words if word.startswith(f"{_FLAG}-")]
     if ours and _FLAG not in words:
         parser.error(f"{ours[0]} is given without {_FLAG}; add {_FLAG}")

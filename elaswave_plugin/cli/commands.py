@@ -82,10 +82,7 @@ def make_command() -> Any:
     )
     app.command("run", add_help_option=False)(run)
     app.command("demo")(demo)
-    app.command(
-        "rehearse",
-        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    )(rehearse)
+    app.command("rehearse", context_settings={"allow_interspersed_args": False})(rehearse)
     app.command("report")(report)
     app.command("status")(status)
     app.command("drain")(drain)

@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from elaswave_plugin.adapters.deepspeed_section import read_section
 from elaswave_plugin.adapters.megatron_lm_settings import settings
 from elaswave_plugin.cli.bash_words import UNKNOWN, training_command
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.words import check_keys, check_options
 
 # Keys by which a mapping is known to be for DeepSpeed.
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
@@ -42,7 +44,10 @@ class Launch:
 
 
 def read_launch(path: Path) -> Launch:
-    """Read a file by what is in it; raises ConfigurationError where it is no launch."""
+    """Read a file by what is in it.
+
+    Raises ConfigurationError where it is no launch, and for words that are nearly ours.
+    """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -56,6 +61,7 @@ def read_launch(path: Path) -> Launch:
             " recipe, or a configuration of DeepSpeed or Accelerate"
         )
     nodes, width = (_option(launcher, name) for name in ("nnodes", "nproc-per-node"))
+    check_options(words[1:])
     launch = of_words(words[0], words[1:])
     return replace(launch, workers=(nodes or 1) * width, nodes=nodes or 1)
 
@@ -131,6 +137,8 @@ def _of_mapping(content: Any, path: Path) -> Launch:
     if not isinstance(content, Mapping):
         raise ConfigurationError(f"{path} holds {type(content).__name__}, wanted keys with values")
     if any(key in content for key in _OF_DEEPSPEED):
+        check_keys(content)
+        read_section(content)
         return Launch(deepspeed=content)
     if any(key in content for key in _OF_ACCELERATE):
         return _of_accelerate(content, path)

@@ -56,7 +56,9 @@ def _unwritten(error: OSError) -> str:
 
 def _run_typer(argv: list[str]) -> int:
     from elaswave_plugin.cli.commands import make_command
+    from elaswave_plugin.launch.options import check_environment
 
+    check_environment(os.environ)
     return run_click(make_command(), argv or ["--help"], "elaswave")
 
 

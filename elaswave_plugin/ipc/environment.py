@@ -32,11 +32,6 @@ def read_reserve(env: Mapping[str, str]) -> int:
     return int(text)
 
 
-def variable(name: str) -> str:
-    """Name the environment variable of an option, as ELASWAVE_NOTICE_TIMEOUT_S."""
-    return f"ELASWAVE_{name.upper()}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """The program of a trainer: `python [options] script args`, or `-m script` where `module`."""

@@ -20,7 +20,7 @@ from elaswave_plugin.agent.peers.rendezvous import (
 from elaswave_plugin.agent.starters import ForkServer
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, variable
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program
 from elaswave_plugin.ipc.process_tree import adopt_orphans
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
 from elaswave_plugin.launch.guarded_node import GuardedNode
@@ -32,6 +32,7 @@ from elaswave_plugin.launch.preflight import allow_descriptors, open_run_dir, re
 from elaswave_plugin.launch.standard_streams import relayed_output
 from elaswave_plugin.launch.zygote_settings import check_zygote
 from elaswave_plugin.tracking.events import EventLog
+from elaswave_plugin.words import variable
 
 # Beyond the time in which workers that were told to go may leave between two steps.
 _LAST_RESORT_S = 10.0

@@ -13,19 +13,40 @@ from typing import Any, NoReturn
 from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, read_reserve, variable
+from elaswave_plugin.ipc.environment import (
+    AGENT,
+    HOST,
+    INCARNATION,
+    JOB_SECRET_FD,
+    QUIESCE,
+    RESERVE,
+    SLOT,
+    SNAPSHOT_FDS,
+    read_reserve,
+)
+from elaswave_plugin.ipc.progress_page import PROGRESS_FD
+from elaswave_plugin.ipc.secret import SECRET_FILE
 from elaswave_plugin.launch.durations import seconds
 from elaswave_plugin.launch.job_secret import REQUIRE
 from elaswave_plugin.launch.preflight import check_run_dir
-from elaswave_plugin.launch.script_options import check_script_options, hint_for
 from elaswave_plugin.launch.shared_options import (
     SharedJob,
     add_shared_options,
     node_range,
     shared_job,
 )
-from elaswave_plugin.rehearsed import rehearsed_settings
+from elaswave_plugin.rehearsed import REHEARSAL, rehearsed_settings
 from elaswave_plugin.toml_file import toml_section
+from elaswave_plugin.words import (
+    FLAG,
+    check_options,
+    check_variables,
+    check_words,
+    given_as,
+    option_of,
+    setting_names,
+    variable,
+)
 
 # Fixed at the launch of a job.
 _OF_THE_JOB = (
@@ -138,17 +159,35 @@ class LaunchSpec:
         )
 
 
-class _Parser(argparse.ArgumentParser):
+class LaunchParser(argparse.ArgumentParser):
+    """The parser of a launcher, whose options stand before the script's."""
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Read a command line; raises ConfigurationError, for an unknown option the nearest."""
+        options, unknown = self.parse_known_args(words)
+        if not unknown:
+            return options
+        keys, behind = setting_names(), "the script's, and goes behind it"
+        elsewhere = {f"--{key.replace('_', '-')}": given_as(key) for key in keys}
+        elsewhere |= dict.fromkeys((FLAG, *map(option_of, keys)), behind)
+        parts = (word.partition("=") for word in unknown)
+        given = {name: value if equals else None for name, equals, value in parts}
+        known = [one for one in self._option_string_actions if "_" not in one]
+        check_words(given, known, "unknown option before the script:", elsewhere=elsewhere)
+        return options
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"{message}{hint_for(message)}; see `elaswave run --help`")
+        """Raise ConfigurationError."""
+        raise ConfigurationError(f"{message}; see `{self.prog} --help`")
 
 
 def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     """The job that a command line asks for. Raises ConfigurationError."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    check_environment(os.environ)
+    options = parser.read(argv)
     args = tuple(options.args)
-    check_script_options(args)
+    check_options(args)
     if options.join is not None:
         _check_join(options, parser)
     shared = script_settings(args, os.environ)
@@ -181,6 +220,13 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
         heartbeat=timeouts.heartbeat,
         require_secret=shared.require_secret,
     )
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for a variable that is nearly one that is read."""
+    read = (SECRET_FILE, NOTICE_FILE, RESERVE, *map(variable, ("dir", "zygote", "control_port")))
+    own = (AGENT, HOST, SLOT, INCARNATION, JOB_SECRET_FD, SNAPSHOT_FDS, PROGRESS_FD, REHEARSAL)
+    check_variables(environ, (*read, *(variable(name) for name, _ in _MEANING)), own)
 
 
 def _run_dir(option: str | None, shared: Path | None) -> Path | None:
@@ -255,8 +301,8 @@ def deepspeed_config(args: Sequence[str]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> LaunchParser:
+    parser = LaunchParser(
         prog="elaswave run",
         description="Run a training script on N workers; the job goes on when workers are lost.",
         allow_abbrev=False,

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from elaswave_plugin.agent.agent_spec import AgentSpec
 from elaswave_plugin.agent.guardian import EXIT_CRASHED
@@ -34,7 +33,7 @@ from elaswave_plugin.errors import (
     ConfigurationError,
 )
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve, variable
+from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve
 from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import die_with_parent
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
@@ -43,8 +42,10 @@ from elaswave_plugin.launch.job_secret import agreed_secret, check_required, fir
 from elaswave_plugin.launch.launcher_names import torchrun_names
 from elaswave_plugin.launch.node_job import connect_zygote
 from elaswave_plugin.launch.options import (
+    LaunchParser,
     ScriptSettings,
     add_timeouts,
+    check_environment,
     read_timeouts,
     script_settings,
 )
@@ -56,6 +57,7 @@ from elaswave_plugin.launch.preflight import (
 )
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.launch.task import Task, be_task, meeting_name, tasks_of_node
+from elaswave_plugin.words import check_options, variable
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What launchers set alike for all workers of a job, and otherwise for other jobs.
@@ -67,17 +69,12 @@ _NAMES_OF_A_JOB = (
 _PORTS_TRIED = 16
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise one worker; bad input is one sentence on stderr and exit code 2."""
     fill_closed_streams()
     options = sys.argv[1:] if argv is None else argv
     try:
-        parsed = _parser().parse_args(options)
+        parsed = _parser().read(options)
         program = Program(script=parsed.script, args=tuple(parsed.args), module=parsed.module)
         with relayed_output():
             return supervise(program, os.environ, options=parsed)
@@ -96,9 +93,11 @@ def supervise(
 
     ``options``: those of the command line, where there is one; what they do not say is that of the
     environment, the reserve always. Raises ConfigurationError where the environment describes no
-    worker, a port is taken, the notice file is there already, or the run directory is another
-    job's or cannot be made.
+    worker, an option or a variable is nearly ours, a port is taken, the notice file is there
+    already, or the run directory is another job's or cannot be made.
     """
+    check_environment(env)
+    check_options(program.args)
     env = torchrun_names(env)
     settings = script_settings(program.args, env)
     timeouts = read_timeouts(options, env, quiesce_timeout_s=settings.quiesce_timeout_s)
@@ -225,8 +224,8 @@ def _check(program: Program, settings: ScriptSettings) -> None:
     open_run_dir(settings.run_dir)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> LaunchParser:
+    parser = LaunchParser(
         prog="elaswave_plugin.run",
         description="Supervise one worker of a job that torchrun started.",
         allow_abbrev=False,

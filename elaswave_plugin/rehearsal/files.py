@@ -31,7 +31,7 @@ _OPENERS = (
 )
 
 
-OFF = (("wandb", "off"), ("tensorboard", None))
+OFF = (("wandb", "off"), ("wandb_project", "elaswave"), ("tensorboard", None))
 """The job's own settings in a rehearsal."""
 
 _WANDB = (("WANDB_MODE", "disabled"), ("WANDB_SILENT", "true"))

@@ -23,6 +23,7 @@ from elaswave_plugin.rehearsal.schedule import (
     LEAST_STEPS,
     DisturbedRun,
     Facts,
+    check_names,
     disturbed_runs,
 )
 from elaswave_plugin.rehearsal.screen import RehearsalScreen, show
@@ -198,6 +199,7 @@ def check_options(
             " come back in later ones"
         )
     check_output("--json", json_file)
+    check_names(only)
     return RehearsalOptions(
         command=Command.checked(command),
         steps=steps,

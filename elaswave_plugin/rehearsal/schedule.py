@@ -9,10 +9,12 @@ returns 0@0:data 1@0:forward 2@1:body 3@1:snapshot 0.1@3:backward 1.1@3:reduce 2
 3.1@4:gather
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elaswave_plugin.config import Change, Kill
+from elaswave_plugin.words import check_words
 
 PHASES = ("data", "forward", "body", "snapshot", "backward", "reduce", "optimizer", "gather")
 # Those that end a step: it takes one step more until everybody is back.
@@ -23,6 +25,8 @@ _NOT_FIRST = "snapshot"
 _WITHOUT_RETURN = ("body", "optimizer", "forward")
 _MOST_LOSSES = 2
 LEAST_STEPS = 5
+# Of a kind with several runs, the second has the name and "-2".
+_DEALT_OTHERWISE, _LOSSES, _RETURNS = _KINDS = ("dealt-otherwise", "losses", "returns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,12 @@ class DisturbedRun:
     changes: tuple[Change, ...] = ()
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigurationError for a name that no run has in any job."""
+    kinds = {re.sub(r"-\d+$", "", name): None for name in names}
+    check_words(kinds, _KINDS, "--run: unknown name")
+
+
 def disturbed_runs(facts: Facts, *, steps: int) -> tuple[DisturbedRun, ...]:
     """The runs after the undisturbed one; none where there is one replica only."""
     if facts.width < 2:
@@ -63,7 +73,7 @@ def disturbed_runs(facts: Facts, *, steps: int) -> tuple[DisturbedRun, ...]:
     runs = []
     if facts.exact and facts.rotates:
         title = "dealt otherwise"
-        runs.append(DisturbedRun(name="dealt-otherwise", title=title, rotates=True))
+        runs.append(DisturbedRun(name=_DEALT_OTHERWISE, title=title, rotates=True))
     if facts.returns:
         runs += [next(_losses(facts, _WITHOUT_RETURN)), *_with_returns(facts, steps)]
     else:
@@ -85,7 +95,7 @@ def _losses(facts: Facts, phases: Sequence[str]) -> Iterator[DisturbedRun]:
                 zip(slots, phases[first : first + at_most], strict=False)
             )
         )
-        name = "losses" if number == 1 else f"losses-{number}"
+        name = _LOSSES if number == 1 else f"{_LOSSES}-{number}"
         yield DisturbedRun(name=name, title=name.replace("-", ", "), kills=kills)
 
 
@@ -97,7 +107,7 @@ def _with_returns(facts: Facts, steps: int) -> Iterator[DisturbedRun]:
         number += 1
         run = _returning(facts, left, steps, at_once=at_once, first=number - 1)
         left = [phase for phase in left if phase not in {kill.phase for kill in run.kills}]
-        name, title = "returns", "losses and returns"
+        name, title = _RETURNS, "losses and returns"
         if number > 1:
             name, title = f"{name}-{number}", f"{title}, {number}"
         yield replace(run, name=name, title=title)

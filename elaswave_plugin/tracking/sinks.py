@@ -6,8 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from elaswave_plugin.config import ElasticConfig, option_of
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.words import option_of
 
 Metrics = Mapping[str, float]
 

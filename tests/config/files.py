@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from elaswave_plugin.config import ElasticConfig, add_arguments, from_namespace
+from elaswave_plugin.command_line import add_arguments, from_namespace
+from elaswave_plugin.config import ElasticConfig
 
 
 def config_of(path: Path) -> ElasticConfig:

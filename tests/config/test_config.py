@@ -9,13 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 import elaswave_plugin
-from elaswave_plugin import config
-from elaswave_plugin.config import (
-    Change,
-    ElasticConfig,
-    from_namespace,
-    from_section,
-)
+from elaswave_plugin.command_line import add_arguments, from_namespace
+from elaswave_plugin.config import Change, ElasticConfig, from_section
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.given_settings import check_given
 
@@ -59,7 +54,7 @@ KEYS = (
 
 
 def parse(*argv: str) -> ElasticConfig | None:
-    parser = config.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     return from_namespace(parser.parse_args(argv))
 
 
@@ -68,7 +63,7 @@ def test_config_keys_are_frozen() -> None:
 
 
 def test_config_every_key_is_an_option_with_description_and_default_in_its_help() -> None:
-    parser = config.add_arguments(argparse.ArgumentParser())
+    parser = add_arguments(argparse.ArgumentParser())
     actions = {action.dest: action for action in parser._actions}
     for key, field in ElasticConfig.model_fields.items():
         action = actions[f"elaswave_{key}"]
@@ -146,6 +141,10 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"clock_table": "0.9 1.1"}, ["clock_table is '0.9 1.1'", "with 1 among them"]),
         ({"clock_table": "1 0.9"}, ["clock_table is '1 0.9'", "rising numbers"]),
         ({"clock_table": "fast 1"}, ["clock_table is 'fast 1'", "0.8 0.9 1 1.1"]),
+        ({"wandb_project": "p"}, ["wandb_project is 'p' and wandb is off", "set wandb, or leave"]),
+        ({"snapshots": False, "snapshot_copies": 2}, ["snapshot_copies is 2 and snapshots is off"]),
+        ({"snapshots": False, "snapshot_interval": 4}, ["snapshot_interval is '4' and snapshots"]),
+        ({"snapshots": False, "respawn": 3}, ["respawn is 3 and snapshots is off, from which"]),
         ({"power_cap_w": 900}, ["power_cap_w is 900 and clocks is off"]),
         ({"clock_table": "0.5 1"}, ["clock_table is '0.5 1' and clocks is off"]),
         ({"power_cap_w": 0}, ["'power_cap_w' is 0", "greater than 0"]),
@@ -165,7 +164,8 @@ def test_config_bad_section_costs_one_sentence(
     message = str(caught.value)
     assert "\n" not in message and "pydantic" not in message
     assert all(word in message for word in words), message
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    said = caught.value
+    assert said.__cause__ is None and (said.__suppress_context__ or said.__context__ is None)
 
 
 def test_config_bad_file_is_named(tmp_path: Path) -> None:
@@ -184,6 +184,31 @@ def test_config_bad_file_is_named(tmp_path: Path) -> None:
 def test_config_option_without_elaswave_is_refused(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{option} is given without --elaswave"):
         parse(option, "1")
+
+
+def test_config_a_table_of_another_name_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[elaswav]\nrespawn = 3\n")
+    with pytest.raises(ConfigurationError, match=r"'elaswav' .*'elaswave' is the only table"):
+        parse("--elaswave", "--elaswave-config", str(path))
+
+
+def test_config_that_the_launch_leaves_without_effect_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigurationError, match="dump_state is 'last', and there is no run dir"):
+        parse("--elaswave", "--elaswave-dump-state=last")
+    secret = ("--elaswave", "--elaswave-require-secret")
+    assert parse(*secret) is not None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="require_secret is on, and ELASWAVE_SECRET_FILE"):
+        parse(*secret)
+    monkeypatch.setenv("ELASWAVE_SECRET_FILE", "/file")
+    assert parse(*secret) is not None
+    monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "9.0")
+    with pytest.raises(ConfigurationError, match="quiesce_timeout_s is 4 for the script, and the"):
+        parse("--elaswave", "--elaswave-quiesce-timeout-s=4")
 
 
 def test_import_of_the_package_is_light() -> None:
@@ -224,7 +249,8 @@ def test_the_directory_of_the_launch_is_the_run_directory_where_none_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ELASWAVE_DIR", "/launched")
-    launched, given = parse("--elaswave"), parse("--elaswave", "--elaswave-dir", "/given")
+    launched, again = parse("--elaswave"), parse("--elaswave", "--elaswave-dir", "/launched")
     assert launched is not None and launched.dir == Path("/launched")
-    assert given is not None and given.dir == Path("/given")
-    assert parse() is None
+    assert again == launched and parse() is None
+    with pytest.raises(ConfigurationError, match=r"dir is /given for .* were told /launched: "):
+        parse("--elaswave", "--elaswave-dir", "/given")

@@ -35,6 +35,7 @@ AT_INITIALIZE = [
     "elaswave_plugin.adapters",
     "elaswave_plugin.adapters.deepspeed",
     "elaswave_plugin.adapters.deepspeed.configuration",
+    "elaswave_plugin.words",
 ]
 
 

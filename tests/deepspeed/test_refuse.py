@@ -272,7 +272,9 @@ def test_a_limit_that_the_agents_were_not_told_is_refused(
 ) -> None:
     config = {"elaswave": {"quiesce_timeout_s": 9}}
     monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "30.0")
-    with pytest.raises(ConfigurationError, match=r"is 9, and the agents were told 30: .* set"):
+    with pytest.raises(
+        ConfigurationError, match=r"is 9 for the script, and the agents were told 30: .* set"
+    ):
         elastic_config(config)
     monkeypatch.setenv("ELASWAVE_QUIESCE_TIMEOUT_S", "9.0")
     settings = elastic_config(config)

@@ -317,7 +317,7 @@ def test_the_first_difference_of_two_command_lines_is_named() -> None:
         (("--lr", "1"), "after the script's name the script gets '--lr' here and '--steps=10' in"),
     ):
         assert said in str(difference(described(*words), job))
-    for place in ((), ("--elaswave-dir=/elsewhere",), ("--elaswave_dir", "/elsewhere")):
+    for place in ((), ("--elaswave-dir=/elsewhere",), ("--elaswave-dir", "/elsewhere")):
         assert difference(described("--steps=10", *place, "--lr", "1"), job) is None
 
 

@@ -124,7 +124,7 @@ BAD = [
     (("--nnodes=2", "s.py"), "--master-port is not set"),
     (("--master-port=70000", "s.py"), "--master-port is 70000"),
     (("--standalone", "--nnodes=2", "s.py"), "--standalone means one node"),
-    (("--no-such-option", "s.py"), "unrecognized arguments: --no-such-option"),
+    (("--no-such-option", "s.py"), "unknown option before the script: '--no-such-option'"),
     ((), "required: script"),
     (("--quiesce-timeout-s=-1", "s.py"), "'-1' is no positive number of seconds"),
     (("--heartbeat-timeout-s=1.9", "s.py"), "--heartbeat-timeout-s is 1.9, wanted 2 or more: a"),

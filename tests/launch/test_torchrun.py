@@ -174,7 +174,7 @@ def test_bad_input_under_torchrun_is_a_sentence(tmp_path: Path) -> None:
                 {**worker, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
                 "run: GROUP_RANK not set, and WORLD_SIZE is 16 where LOCAL_WORLD_SIZE is 8",
             ),
-            (["--what", "x.py"], worker, "unrecognized arguments: --what"),
+            (["--what", "x.py"], worker, "unknown option before the script: '--what'"),
             ([str(TRAINER)], {**worker, "RANK": "x"}, "has no numbers"),
             (
                 [str(TRAINER)],

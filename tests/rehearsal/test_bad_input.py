@@ -62,9 +62,9 @@ def test_a_script_that_ends_before_the_steps(rehearse: Rehearse) -> None:
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_run_that_there_is_not(rehearse: Rehearse) -> None:
-    ended = rehearse(JobSpec(nproc=2, steps=20), runs=("sideways",))
+    ended = rehearse(JobSpec(nproc=2, steps=20), runs=("losses-9",))
     assert ended.exit_code == 2, ended.output
-    assert "--run is 'sideways', wanted one of dealt-otherwise, losses" in ended.output
+    assert "--run is 'losses-9', wanted one of dealt-otherwise, losses" in ended.output
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)

@@ -16,6 +16,7 @@ autoload:
 core:
 rehearsed:
 toml_file: errors
+words: errors
 megatron_lm:
 deepspeed:
 version:
@@ -25,11 +26,12 @@ loss_terms: core/step errors
 core/step: errors
 checkpoints: errors values
 core/layout: errors
-config: core/agreement errors rehearsed toml_file
+config: core/agreement errors rehearsed words
+command_line: config errors toml_file words
 core/agreement: core core/layout errors
 core/planner: core/layout core/step errors
 testing: core core/agreement core/layout
-tracking: config errors
+tracking: config errors words
 ipc: core core/agreement core/layout errors
 core/recovery_plan: core/layout core/planner core/step errors
 observer: config core/agreement core/layout core/planner core/step errors tracking
@@ -40,7 +42,7 @@ framework: core/recovery_plan
 snapshot: core/layout core/recovery_plan errors ipc values
 agent: core core/agreement core/layout errors ipc agent/peers tracking
 communicator/groups: communicator/links errors
-launch: core/agreement errors ipc rehearsed agent agent/peers toml_file tracking
+launch: core/agreement errors ipc rehearsed agent agent/peers toml_file tracking words
 communicator/device: communicator/groups communicator/links core/layout errors ipc
 run: launch
 communicator: communicator/device communicator/groups communicator/links core/layout
@@ -48,7 +50,7 @@ communicator: communicator/device communicator/groups communicator/links core/la
 recovery: checkpoints communicator communicator/links config core/agreement core/layout core/planner
     core/recovery_plan core/step errors framework ipc snapshot tracking trainer values
     version
-adapters: config errors framework ipc recovery tracking trainer
+adapters: config errors framework ipc recovery tracking trainer words
 step_state: errors kept recovery values
 adapters/megatron/compat: adapters checkpoints core/step errors recovery
 adapters/deepspeed/compat: adapters config errors
@@ -64,7 +66,7 @@ adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed
     loss_terms recovery step_state tracking trainer values
 adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state adapters/megatron/step
     communicator config core/layout core/planner core/recovery_plan core/step errors framework ipc
-    loops recovery step_state tracking trainer values
+    loops recovery step_state tracking trainer values words command_line
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
@@ -72,17 +74,18 @@ adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engi
 adapters/deepspeed/hf_trainer: adapters adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine core/step errors kept loops loss_terms step_state trainer values
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
+    command_line
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops
     recovery step_state tracking trainer values
 rehearsal: adapters adapters/deepspeed/engine adapters/megatron adapters/megatron/state
     adapters/megatron/step config core/step demo errors framework kept loops observer recovery
-    rehearsed step_state tracking trainer values
+    rehearsed step_state tracking trainer values words
 adapters/deepspeed: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     adapters/deepspeed/pipeline adapters/deepspeed/zero communicator/groups config errors ipc loops
-    recovery tracking trainer
+    recovery tracking trainer command_line words
 cli: adapters adapters/deepspeed/compat adapters/megatron/compat adapters/megatron/step
     adapters/megatron_lm checkpoints config core core/agreement core/layout core/planner core/step
-    demo errors ipc launch observer rehearsal agent
+    demo errors ipc launch observer rehearsal agent words
 """
 ROOMS = {
     room: tuple(others.split())

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin import errors
-from elaswave_plugin.config import ElasticConfig, option_of
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.step.step_entries import state_of_a_step
+from elaswave_plugin.words import option_of
 from tests.config.files import config_of
 from tests.tidy import documents, room_pages
 

@@ -24,7 +24,7 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_configuration,
     check_stages,
 )
-from elaswave_plugin.adapters.deepspeed.configuration import SECTION, missing_in
+from elaswave_plugin.adapters.deepspeed.configuration import missing_in
 from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
@@ -32,23 +32,27 @@ from elaswave_plugin.adapters.deepspeed.engine.monitor import name_wandb_run
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import make_groups_again
 from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.zero.zero3_partitions import is_cut, make_whole, take_world
+from elaswave_plugin.adapters.deepspeed_section import check_command_line, read_section
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
+from elaswave_plugin.command_line import as_launched
 from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
-from elaswave_plugin.config import ElasticConfig, from_section, in_the_launch_dir
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import AGENT, QUIESCE, read_reserve, variable
+from elaswave_plugin.ipc.environment import AGENT, read_reserve
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.words import check_words
 
 # Where the engine keeps its job.
 _JOB = "elaswave"
 _TRAINER = "elaswave_plugin.adapters.deepspeed.hf_trainer"
 _RUN = "run(engine, evaluate)"
+_OF_A_LOADER = ("collate_fn", "shuffle", "seed", "drop_last")
 
 
 @ends_in_a_sentence
@@ -259,24 +263,20 @@ def _leave_with_the_groups(job: AttachedEngine) -> None:
     job.at_leave.append(patches.undo)
 
 
-def loader_of(
-    engine: Any,
-    data: Any,
-    *,
-    collate_fn: Callable[..., Any] | None = None,
-    shuffle: bool = True,
-    seed: int = 0,
-    drop_last: bool | None = None,
-) -> Any:
+def loader_of(engine: Any, data: Any, **options: Any) -> Any:
     """A training loader over a map-style dataset, or one that gives a torch DataLoader's batches.
 
     Without the section it is DeepSpeed's own.
     """
     job = _job_of(engine, "loader(engine, dataset)")
+    _check_names(options)
+    collate_fn, drop_last = options.get("collate_fn"), options.get("drop_last")
+    shuffle, seed = options.get("shuffle", True), options.get("seed", 0)
     sampler, reshuffles, like = None, False, None
     if isinstance(data, torch.utils.data.DataLoader):
         like = data
         given = _read_loader(data, micro_batch_size=int(engine.train_micro_batch_size_per_gpu()))
+        _check_said_once(options, shuffle=given.shuffle, seed=given.seed)
         collate_fn = collate_fn or given.collate_fn
         shuffle, seed = given.shuffle, seed if given.seed is None else given.seed
         drop_last = given.drop_last if drop_last is None else drop_last
@@ -333,6 +333,22 @@ def _check_work(work: object, phase: object) -> None:
 
 
 @ends_in_a_sentence
+def _check_names(options: Mapping[str, Any]) -> None:
+    check_words(options, _OF_A_LOADER, "elaswave_plugin.deepspeed.loader: unknown name")
+
+
+@ends_in_a_sentence
+def _check_said_once(options: Mapping[str, Any], **said: Any) -> None:
+    """Raise ConfigurationError for another value of what a DataLoader says itself."""
+    for name, value in said.items():
+        if value is not None and options.get(name, value) != value:
+            raise ConfigurationError(
+                f"elaswave_plugin.deepspeed.loader got {name}={options[name]!r}, and the DataLoader"
+                f" has {value!r}: leave {name} out"
+            )
+
+
+@ends_in_a_sentence
 def _read_loader(loader: Any, *, micro_batch_size: int) -> Batches:
     return batches_of(loader, micro_batch_size=micro_batch_size)
 
@@ -343,35 +359,13 @@ def _make_loader(job: AttachedEngine, data: Any, **options: Any) -> ElasticLoade
 
 
 def elastic_config(config: Mapping[str, Any]) -> ElasticConfig | None:
-    """The settings of a configuration; None where it has no section, or one that is not enabled.
+    """The settings of a configuration, as the job was launched; None without an enabled section.
 
-    ELASWAVE_DIR, which ``elaswave run --dir`` sets, is the default of ``dir``.
-    Raises ConfigurationError for a wrong section, enabled or not.
+    Raises ConfigurationError for a wrong section, enabled or not, and for what the agents were not
+    told.
     """
-    section = config.get(SECTION)
-    if section is None:
+    settings = read_section(config)
+    if settings is None:
         return None
-    source = f'section "{SECTION}" of the DeepSpeed configuration'
-    if not isinstance(section, Mapping):
-        raise ConfigurationError(f"{source} is {section!r}, wanted keys and values")
-    values = dict(section)
-    enabled = values.pop("enabled", True)
-    if not isinstance(enabled, bool):
-        raise ConfigurationError(f"{source}: key 'enabled' is {enabled!r}, wanted true or false")
-    if values.setdefault("consistency", "fast") != "fast":
-        raise ConfigurationError(
-            f"{source}: key 'consistency' is {values['consistency']!r}, wanted 'fast': in a loop "
-            "that the script owns, shares change their size and sums their order"
-        )
-    # A script's own means are not weighted by shares of unequal size.
-    values.setdefault("slow_workers", "name")
-    settings = from_section(values, source=source)
-    settings.check_without_stages()
-    told_s = os.environ.get(variable(QUIESCE))
-    if QUIESCE in values and told_s is not None and float(told_s) != settings.quiesce_timeout_s:
-        raise ConfigurationError(
-            f"{source}: key '{QUIESCE}' is {settings.quiesce_timeout_s:g}, and the agents were"
-            f" told {float(told_s):g}: they read the file of --deepspeed_config alone; set"
-            f" {variable(QUIESCE)} where the configuration is made elsewhere"
-        )
-    return in_the_launch_dir(settings) if enabled else None
+    check_command_line(sys.argv[1:])
+    return as_launched(settings, os.environ)

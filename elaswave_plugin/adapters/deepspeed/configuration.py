@@ -1,15 +1,26 @@
 """The configuration of a call to deepspeed.initialize, found and read as DeepSpeed does it.
 
-Imports nothing else of ours, so that jobs without our section pay next to nothing.
+Imports next to nothing of ours, as jobs without our section come here too.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-SECTION = "elaswave"
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.words import NAME as SECTION
+from elaswave_plugin.words import check_keys
+
+
+def check_section_name(config: Mapping[str, Any]) -> None:
+    """End the process in a sentence where a key nearly names our section."""
+    try:
+        check_keys(config)
+    except ConfigurationError as error:
+        import_module("elaswave_plugin.trainer.fatal").end_in_a_sentence(error)
 
 
 def arguments_of(

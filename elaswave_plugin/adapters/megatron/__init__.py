@@ -5,10 +5,11 @@ job = elaswave.attach(args)
 """
 
 import argparse
+import sys
 
 import torch
 
-from elaswave_plugin.adapters.megatron.arguments import read_sizes
+from elaswave_plugin.adapters.megatron.arguments import read_sizes, take_sizes
 from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
@@ -17,8 +18,9 @@ from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.world import check_no_world
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.config import add_arguments, from_namespace
+from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.words import check_options
 
 __all__ = ["Job", "add_arguments", "attach"]
 
@@ -41,10 +43,10 @@ def attach(args: argparse.Namespace | None = None, **sizes: int) -> Job:
     records. Bad input ends the process with one sentence and exit code 2, here and in the job's
     other verbs.
     """
+    check_options(sys.argv[1:])
     if args is None:
         args, _ = add_arguments(_parser()).parse_known_args()
-    for name, value in sizes.items():
-        setattr(args, name, value)
+    take_sizes(args, sizes)
     numbers = read_sizes(args)
     config = from_namespace(args)
     patches = PatchSet([]) if torch.cuda.is_available() else cpu_patches()

@@ -1,10 +1,13 @@
 """The script's arguments that ``attach`` reads, checked by name."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.words import check_words, given_as
 
 _BATCHES = ("global_batch_size", "micro_batch_size")
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -18,6 +21,24 @@ class Sizes:
     micro_batch_size: int
     model_parallel: tuple[int, int]
     seed: int
+
+
+def take_sizes(args: Any, sizes: Mapping[str, Any]) -> None:
+    """Put the numbers that ``attach`` got by name among the arguments.
+
+    Raises ConfigurationError for a name that is none of them, and for one that the arguments have
+    with another value.
+    """
+    settings = {key: given_as(key) for key in ElasticConfig.model_fields}
+    check_words(sizes, (*_BATCHES, "seed", *_PARALLEL), "attach: unknown name", elsewhere=settings)
+    for name, value in sizes.items():
+        seen = getattr(args, name, value)
+        if seen != value:
+            raise ConfigurationError(
+                f"attach got {name}={value!r}, and the arguments have {name} {seen!r}: give one of"
+                " them"
+            )
+        setattr(args, name, value)
 
 
 def read_sizes(args: Any) -> Sizes:

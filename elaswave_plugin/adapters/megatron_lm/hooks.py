@@ -30,7 +30,8 @@ from elaswave_plugin.adapters.megatron_lm.script_arguments import (
 )
 from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER
 from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
-from elaswave_plugin.config import ElasticConfig, from_namespace
+from elaswave_plugin.command_line import from_namespace
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.recovery.relief import words_of

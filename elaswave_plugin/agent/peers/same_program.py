@@ -60,7 +60,7 @@ def _of_the_job(args: Sequence[str]) -> Iterator[str]:
     words = iter(args)
     for word in words:
         name, equals, _ = word.partition("=")
-        if name.replace("_", "-") != _OF_THE_NODE:
+        if name != _OF_THE_NODE:
             yield word
         elif not equals:
             next(words, None)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.adapters.megatron_lm.script_arguments import adjust, check_arguments
-from elaswave_plugin.config import ElasticConfig, option_of
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.megatron_lm import _with_our_group
+from elaswave_plugin.words import option_of
 from tests.proofs import Kind, Promise, proves
 
 # A package that looks like megatron.training to whoever imports it.

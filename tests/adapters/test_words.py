@@ -1,0 +1,113 @@
+"""Words that a script writes: names that attach, loader and the section do not know are refused."""
+
+import argparse
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elaswave_plugin.adapters import megatron
+from elaswave_plugin.ipc.environment import AGENT
+
+SIZES: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 1, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def nobody_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AGENT, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for job in ("ElasticJob", "PlainJob"):
+        monkeypatch.setattr(megatron, job, lambda *_, **__: pytest.fail("it has attached"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: Any, **sizes: Any) -> str:
+    with pytest.raises(SystemExit) as end:
+        megatron.attach(*args, **sizes)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("sed", 3, "unknown name 'sed' (value 3); did you mean 'seed'?"),
+        ("micro_batchsize", 1, "did you mean 'micro_batch_size'?"),
+        ("consistency", "fast", "'consistency' is the option --elaswave-consistency, behind the"),
+        ("respown", 3, "(value 3); 'respawn' is the option --elaswave-respawn, behind the script"),
+        ("kill", ["1@2"], "(value ['1@2']); 'kill' is the option --elaswave-kill, behind the"),
+        ("xyz", 0, "wanted one of global_batch_size, micro_batch_size, seed, tensor_model_paral"),
+    ],
+)
+def test_a_name_of_attach(
+    name: str, value: object, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, **SIZES, **{name: value})
+
+
+def test_a_number_that_attach_is_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    args = megatron.add_arguments(argparse.ArgumentParser()).parse_args([])
+    vars(args).update(SIZES)
+    said = "attach got seed=2, and the arguments have seed 1: give one of them"
+    assert said in refused(capsys, args, seed=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--elaswave-respwan=3"], ["--elaswave-resp", "3"], ["--elaswave", "--elaswave_seed=2"]],
+)
+def test_options_of_a_script_without_a_parser(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert "unknown option '--elaswave" in refused(capsys, **SIZES)
+
+
+def test_a_setting_that_a_script_assigns(capsys: pytest.CaptureFixture[str]) -> None:
+    args = megatron.add_arguments(argparse.ArgumentParser()).parse_args(["--elaswave"])
+    vars(args).update(SIZES, elaswave_respwan=3)
+    said = "unknown name 'elaswave_respwan' (value 3); did you mean 'elaswave_respawn'?"
+    assert said in refused(capsys, args)
+
+
+def test_a_name_of_a_deepspeed_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("deepspeed")
+    from elaswave_plugin.deepspeed import loader
+
+    engine = SimpleNamespace(deepspeed_io=None, train_micro_batch_size_per_gpu=lambda: 2)
+    data = torch.utils.data.DataLoader(list(range(8)), batch_size=2, shuffle=True)
+    for options, said in (
+        ({"shufle": False}, "unknown name 'shufle' (value False); did you mean 'shuffle'?"),
+        ({"shuffle": False}, "got shuffle=False, and the DataLoader has True: leave shuffle out"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            loader(engine, data, **options)
+        assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["elaswav", "Elaswave"])
+def test_a_section_by_another_name(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("deepspeed")
+    from elaswave_plugin.deepspeed import initialize
+
+    with pytest.raises(SystemExit) as end:
+        initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, key: {}})
+    assert end.value.code == 2
+    assert f"unknown key '{key}'; did you mean 'elaswave'?" in capsys.readouterr().err
+
+
+def test_options_of_ours_that_a_deepspeed_script_does_not_obey(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("deepspeed")
+    from elaswave_plugin.adapters.deepspeed_section import check_command_line
+    from elaswave_plugin.deepspeed import initialize
+
+    check_command_line(["--elaswave", "--elaswave-dir=x", "--elaswave-quiesce-timeout-s", "3"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--elaswave-respawn", "3"])
+    config = {"train_batch_size": 1, "elaswave": {"enabled": True}}
+    with pytest.raises(SystemExit) as end:
+        initialize(model=torch.nn.Linear(2, 2), config=config)
+    said = "--elaswave-respawn is given to a script of DeepSpeed's, which has its settings in the"
+    assert end.value.code == 2 and said in capsys.readouterr().err
