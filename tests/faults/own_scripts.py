@@ -101,6 +101,24 @@ def freezes_later(number: int) -> tuple[Change, ...]:
 
 FREEZES_EACH = (before_model(FROZEN.format(share="pass")), FREEZES[1])
 
+_LOSS = """    reported = (float(total), float(tokens))
+    if per_token:
+        return total, tokens.to(torch.int), reported
+    return total / tokens, reported
+"""
+
+
+def reports(code: str) -> tuple[Change, ...]:
+    """A loss function that ends with this line, or these, where it has ``total`` and ``tokens``."""
+    shown = "validation loss {loss:.6f}", "validation loss {loss.hex()}"
+    return (_LOSS, f"    {code}\n"), shown
+
+
+# As some give them to every schedule: the model and its data in lists, also where there is one.
+LISTS = (
+    ('"model": model if interleaved else model[0],', '"model": model,'),
+    ("return [batches] * len(model) if interleaved else batches", "return [batches] * len(model)"),
+)
 # Masked language modelling: draws before the model.
 MASKS = (
     (

@@ -273,18 +273,26 @@ class Microbatches:
         if isinstance(flow, PipelineFlow) and not flow.is_healthy:
             assert bound is not None
             return self._run_pipeline(flow, bound, forward_only=forward_only, **kwargs)
-        if flow.is_healthy or forward_only:
+        if flow.is_healthy:
             count = len(self.executed)
             return function(num_microbatches=count, forward_only=forward_only, **kwargs)
-        assert isinstance(flow, Dataflow) and bound is not None
-        return executor.run_contributions(
-            contributions=flow.contributions(worker.slot),
-            reduction=bound.reduction,
-            forward_step_func=kwargs["forward_step_func"],
-            data_iterator=kwargs["data_iterator"],
-            model=bound.chunks[0],
+        assert isinstance(flow, Dataflow)
+        passes = executor.ForwardPasses(
+            **{name: kwargs[name] for name in ("forward_step_func", "data_iterator", "model")},
             replica_microbatches=flow.num_microbatches // flow.num_replicas,
         )
+        if forward_only:
+            for number, _ in enumerate(self.executed):
+                passes.run(number)
+            return passes.reports
+        assert bound is not None
+        executor.run_contributions(
+            passes,
+            contributions=flow.contributions(worker.slot),
+            reduction=bound.reduction,
+            model=bound.chunks[0],
+        )
+        return passes.reports
 
     def _dealt(self, num_microbatches: int | None) -> Dataflow | PipelineFlow:
         flow = self._worker.flow_of(num_microbatches or self._num_microbatches)

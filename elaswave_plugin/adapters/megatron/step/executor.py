@@ -2,8 +2,8 @@
 
 Healthy steps go through Megatron-Core's own function, untouched. After a loss the same per
 micro-batch steps run one contribution after the other (megatron/core/pipeline_parallel/
-schedules.py, ``forward_backward_no_pipelining``), with the loss scaled by the number of
-micro-batches that a replica had at launch.
+schedules.py, ``forward_backward_no_pipelining``), with the loss divided by the number of
+micro-batches that a replica had at launch: in place, and so is a report that shares its storage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
 from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
@@ -57,40 +58,64 @@ def order_of(flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int)
     return Order(pieces, ks, flow.num_microbatches)
 
 
+class ForwardPasses:
+    """The forward passes of a call after a loss, one after the other."""
+
+    def __init__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        replica_microbatches: int,
+    ) -> None:
+        """``data_iterator``, ``model``: as Megatron-Core takes them, each alone or in a list.
+
+        ``replica_microbatches``: micro-batches of one logical replica, the divisor of mean losses.
+        """
+        self._step, self._replica_microbatches = forward_step_func, replica_microbatches
+        (self._batches,), (self._model,) = map(_listed, (data_iterator, model))
+        self._config = get_model_config(self._model)
+        self.reports: list[Any] = []
+        """The reported losses, one a micro-batch, in order of execution."""
+
+    def run(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the next one; returns its loss and tokens. ``number``: in what is run in order."""
+        result: tuple[torch.Tensor, torch.Tensor] = schedules.forward_step(
+            self._step,
+            self._batches,
+            self._model,
+            self._replica_microbatches,
+            None,
+            self.reports,
+            self._config,
+            parallel_state.get_context_parallel_world_size(),
+            is_first_microbatch=not self.reports,
+            current_microbatch=number,
+        )
+        return result
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def run_contributions(
+    passes: ForwardPasses,
     *,
     contributions: Sequence[Contribution],
     reduction: GradientReduction,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
     model: DistributedDataParallel,
-    replica_microbatches: int,
-) -> list[Any]:
-    """Run forward and backward of all ``contributions`` in order, then finalize the gradients.
-
-    ``replica_microbatches``: micro-batches of one logical replica, the divisor of mean losses.
-    Returns the reported losses, one a micro-batch, in order of execution.
-    """
+) -> None:
+    """Run forward and backward of all ``contributions`` in order, then finalize the gradients."""
     config = model.config
-    losses: list[Any] = []
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     apart = reduction.keeps_contributions_apart
     if apart:
         reduction.begin()
     for index, contribution in enumerate(contributions):
         for order, _ in enumerate(contribution.microbatches):
-            output, tokens = schedules.forward_step(
-                forward_step_func,
-                data_iterator,
-                model,
-                replica_microbatches,
-                None,
-                losses,
-                config,
-                parallel_state.get_context_parallel_world_size(),
-                is_first_microbatch=index == 0 and order == 0,
-                current_microbatch=order,
-            )
+            output, tokens = passes.run(order)
             num_tokens += tokens
             if apart and index and not order:
                 # What was added up before has left during the forward pass.
@@ -108,4 +133,3 @@ def run_contributions(
         config.finalize_model_grads_func(
             [model], num_tokens if config.calculate_per_token_loss else None
         )
-    return losses
