@@ -5,6 +5,7 @@ run has to have at the same moment; what is each worker's own there is not compa
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ Record = dict[str, Any]
 _STATE, _PASS, _LOSSES, _NORM, _END = 0, 1, 2, 3, 4
 SAMPLE, DRAW, LOSS, NORM = "sample", "draw", "loss", "gradient norm"
 WEIGHT, SETTING, KEPT, BETWEEN, OWN = "tensor", "setting", "kept object", "generator", "script"
-OPTIMIZER, ENDED = "optimizer state", "end of the job"
+OPTIMIZER, RESULT, ENDED = "optimizer state", "result", "end of the job"
 # What has other names where workers have other shares.
 _OF_PASSES = (SAMPLE, DRAW, LOSS)
-_ORDER = (SETTING, KEPT, OWN, WEIGHT, BETWEEN, SAMPLE, DRAW, LOSS, NORM, OPTIMIZER, ENDED)
+_ORDER = (
+    *(SETTING, KEPT, OWN, WEIGHT, BETWEEN, SAMPLE, DRAW, LOSS, NORM, OPTIMIZER, RESULT, ENDED),
+)
+_NUMBER = re.compile(r"-?(\d[\d.e+-]*|inf|nan)|True|False")
 
 
 class Moment(NamedTuple):
@@ -39,12 +43,16 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that is not what it was in the other run; ``where``: lines of the script."""
+    """Something that is not what it was in the other run.
+
+    ``numbers``: what it is and what it was, if those are numbers; ``where``: lines of the script.
+    """
 
     moment: Moment
     kind: str
     name: str
     slots: tuple[int, ...] = ()
+    numbers: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
@@ -53,7 +61,8 @@ class Difference:
         when = f"before step {self.moment.step}" if before else f"in step {self.moment.step}"
         who = f", on worker {', '.join(map(str, self.slots))}" if self.slots else ""
         said = self.name if self.name.startswith(self.kind) else f"{self.kind} {self.name}"
-        return f"{said} {when}{who}"
+        shown = f" ({' for '.join(self.numbers)})" if self.numbers else ""
+        return f"{said} {when}{who}{shown}"
 
     def to_json(self) -> dict[str, Any]:
         """A dict that JSON can carry."""
@@ -65,6 +74,7 @@ class Difference:
             "workers": list(self.slots),
             "where": list(self.where),
             "also_differ": list(self.also),
+            "numbers": list(self.numbers),
         }
 
 
@@ -113,6 +123,17 @@ class RunRecords:
             kept.append(one)
         return RunRecords(records=tuple(kept))
 
+    def first_times(self, *, came: bool) -> "RunRecords":
+        """Return what each worker had when it first came to a step.
+
+        ``came``: of those that came back, or else of those of the launch.
+        """
+        seen: dict[tuple[int, int, int], Record] = {}
+        for one in self.records:
+            if one["kind"] == "state" and bool(one["incarnation"]) == came:
+                seen.setdefault((one["slot"], one["incarnation"], one["at"]), one)
+        return RunRecords(records=tuple(seen.values()))
+
     def values(self) -> Iterator[tuple[Moment, Named, int, Any]]:
         """(moment, what, worker, value), one by one."""
         for record in self.records:
@@ -150,6 +171,9 @@ def _values_of(record: Record) -> Iterator[tuple[Moment, Named, Any]]:
             yield at, Named(SAMPLE, part, f"batch of {name}"), record["batch"]
         for generator, state in record["draws"].items():
             yield at, Named(DRAW, part, f"of {generator} in {name}"), state
+    elif kind == "result":
+        for name, value in record["results"].items():
+            yield Moment(record["at"], _STATE), Named(RESULT, part, f"of {name}"), value
     elif kind == "losses":
         for name, value in record["losses"].items():
             yield Moment(record["at"], _LOSSES), Named(LOSS, "", f"of {name}"), value
@@ -172,6 +196,28 @@ class Reference:
     def notes(self, run: RunRecords) -> list[Difference]:
         """Plain values of the script that differ."""
         return _differing(self._notes, run.notes())
+
+    def of_newcomers(self, run: RunRecords) -> list[Difference]:
+        """List numbers of the script that a worker which came back has otherwise, each once.
+
+        They are alike on all workers in the undisturbed run. What those who stayed have like it is
+        of the run, as its time is, or its sums in another order.
+        """
+        came, stayed = run.first_times(came=True), run.first_times(came=False)
+        known: dict[Key, set[Any]] = defaultdict(set)
+        for moment, what, _, value in stayed.notes():
+            known[moment, what].add(value)
+        notes = (
+            (moment, what, slot, value)
+            for moment, what, slot, value in came.notes()
+            if value not in known[moment, what]
+            and (known[moment, what] or not isinstance(value, str) or "." not in value)
+        )
+        first: dict[str, Difference] = {}
+        for one in _differing(self._notes, notes):
+            if one.numbers:
+                first.setdefault(one.name.partition("[")[0], one)
+        return list(first.values())
 
     def restricted(self, twin: RunRecords) -> "Reference":
         """The values of the twin, for all that is alike on all workers in the undisturbed run."""
@@ -207,17 +253,30 @@ def _differing(
     common: Mapping[Key, Any], values: Iterable[tuple[Moment, Named, int, Any]]
 ) -> list[Difference]:
     slots: dict[Key, set[int]] = defaultdict(set)
+    seen: dict[Key, Any] = {}
     for moment, what, slot, value in values:
         key = moment, what
         if key in common and common[key] != value:
             slots[key].add(slot)
+            seen.setdefault(key, value)
     ordered = sorted(slots, key=lambda key: (*key[0], _ORDER.index(key[1].kind), key[1]))
     return [
         Difference(
-            moment=key[0], kind=key[1].kind, name=key[1].name, slots=tuple(sorted(slots[key]))
+            moment=key[0],
+            kind=key[1].kind,
+            name=key[1].name,
+            slots=tuple(sorted(slots[key])),
+            numbers=_numbers(key[1].kind, seen[key], common[key]),
         )
         for key in ordered
     ]
+
+
+def _numbers(kind: str, *both: Any) -> tuple[str, ...]:
+    """Return what is there and what was wanted, if one of them is a number."""
+    if kind not in (OWN, RESULT) or not all(isinstance(one, str) for one in both):
+        return ()
+    return both if any(map(_NUMBER.fullmatch, both)) else ()
 
 
 def step_differences(

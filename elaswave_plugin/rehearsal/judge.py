@@ -123,6 +123,7 @@ class Judged:
     fired: tuple[str, ...]
     first: Difference | None
     count: int
+    of_newcomers: tuple[Difference, ...] = ()
     largest_loss_difference: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -140,6 +141,7 @@ class Judged:
             "differences": self.count,
             "first_difference": None if self.first is None else self.first.to_json(),
             "first_difference_said": None if self.first is None else str(self.first),
+            "numbers_of_newcomers": [one.to_json() for one in self.of_newcomers],
             "largest_loss_difference": self.largest_loss_difference,
         }
 
@@ -172,6 +174,7 @@ def judge(
     if first is not None:
         notes = reference.notes(records)
         first = _explained(first, [*found[1:], *notes], records.files)
+    newcomers = undisturbed.reference.of_newcomers(left.records)
     return Judged(
         run=run,
         ended=ended,
@@ -179,6 +182,7 @@ def judge(
         fired=tuple(_fired(run, left.files)),
         first=first,
         count=len(found),
+        of_newcomers=tuple(_placed(one, records.files) for one in newcomers),
         largest_loss_difference=_largest(left, undisturbed.left),
     )
 
@@ -216,6 +220,11 @@ def _explained(first: Difference, others: Sequence[Difference], files: Iterable[
     where = [] if first.kind == ENDED else lines_for(files, names=names, drawn_by=_drawn(first))
     said = {_group(one): str(one) for one in reversed(also)}
     return replace(first, where=tuple(where), also=tuple(reversed(said.values()))[:_MOST_NOTES])
+
+
+def _placed(number: Difference, files: Iterable[str]) -> Difference:
+    """Add the lines of the script that may set a number."""
+    return replace(number, where=tuple(lines_for(files, names=[number.name], drawn_by=None)))
 
 
 def _group(one: Difference) -> str:

@@ -25,6 +25,8 @@ from elaswave_plugin.values.plain import encode
 _DEEPEST, _MOST, _LONGEST = 8, 20_000, 4096
 _FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "transformer_engine")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# How far objects of libraries are passed through, and what in them: a trainer's callbacks.
+_THROUGH, _FEW = 3, 100
 Plain = bool | int | float | str | None
 
 
@@ -96,9 +98,34 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if of_the_script(value.__module__):
             items = list(vars(value).items())
             yield from ((f".{name}", one) for name, one in items if not name.startswith("__"))
-    elif not isinstance(value, ModuleType) and of_the_script(type(value).__module__):
+    elif _is_of_the_script(value):
         yield ".__class__", type(value)
         yield from ((f".{name}", one) for name, one in list(getattr(value, "__dict__", {}).items()))
+    else:
+        yield from _held_by(value, _THROUGH)
+
+
+def _held_by(value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the script's own objects in one of a library, as the callbacks of a trainer."""
+    if isinstance(value, Mapping | list | tuple):
+        parts = _parts(value) if len(value) <= _FEW else ()
+    elif isinstance(value, ModuleType | type | torch.Tensor) or _is_of_a_framework(value):
+        return
+    else:
+        parts = ((f".{name}", one) for name, one in list(getattr(value, "__dict__", {}).items()))
+    for name, one in parts:
+        if _is_of_the_script(one):
+            yield name, one
+        elif depth:
+            yield from ((name + part, inner) for part, inner in _held_by(one, depth - 1))
+
+
+def _is_of_the_script(value: Any) -> bool:
+    return not isinstance(value, ModuleType) and of_the_script(type(value).__module__)
+
+
+def _is_of_a_framework(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _FRAMEWORKS
 
 
 def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,10 @@ One file a process: lines of JSON, each of which says worker, view and step.
 
 import hashlib
 import json
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,8 @@ from elaswave_plugin.rehearsal.reach import (
 from elaswave_plugin.step_state.step_state import copied, digest_of
 from elaswave_plugin.values.plain import encode
 
-STATE, PASS, LOSSES, FACTS = "state", "pass", "losses", "facts"
+STATE, PASS, LOSSES, RESULT, FACTS = "state", "pass", "losses", "result", "facts"
+_LONGEST = 40
 
 
 class Carried(Protocol):
@@ -65,6 +67,9 @@ class Recorder:
         self.samples = ""
         """Of the present pass, or the last one."""
         self._calls: Counter[str] = Counter()
+        # The number of the first work behind each step, of all works of the job.
+        self._works: dict[int, int] = {}
+        self._returned: list[tuple[str, Any]] = []
         self._pass: dict[str, Any] = {}
         self._begun: int | None = None
         self._write(FACTS, carried.facts | {"files": self._files()})
@@ -109,6 +114,30 @@ class Recorder:
         """The generators as the loop's body has left them; none where it has not just run here."""
         before, self._begun = self._begun, max(step, self._begun or step)
         return generators() if before is not None and step == before + 1 else {}
+
+    def returned(self, phase: str, result: Any) -> None:
+        """A part of a work between two steps is over, as an evaluation with its loss."""
+        self._returned.append((phase, result))
+
+    def interrupted(self) -> None:
+        """The work that runs is made again, if not all have completed it."""
+        self._returned.clear()
+
+    def worked(self, number: int) -> None:
+        """Record the results of a work that all have completed, after ``number`` others."""
+        at = self._worker.completed
+        place = number - self._works.setdefault(at, number)
+        for order, (phase, result) in enumerate(self._returned):
+            numbers = (place + 1, order + 1) if order else (place + 1,) if place else ()
+            name = " ".join([phase, *map(str, numbers)])
+            said = {f"{name}{part}": _shown(one) for part, one in _leaves(result)}
+            if said:
+                self._write(RESULT, {"at": at, "results": said})
+        self._returned.clear()
+
+    def repeats(self, step: int) -> None:
+        """Forget the works behind a step that is made again, as they are, too."""
+        self._works = {at: number for at, number in self._works.items() if at <= step}
 
     def attempt(self) -> None:
         """A step, or work between two steps, begins or begins again."""
@@ -173,6 +202,32 @@ def generators() -> dict[str, str]:
     return {name: _short(state) for name, state in states.items()}
 
 
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield numbers, texts, tensors and arrays in containers, by where they are."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        named = [(f".{name}", one) for name, one in zip(value._fields, value, strict=True)]
+    elif isinstance(value, Mapping):
+        named = [(f"[{key!r}]", one) for key, one in value.items()]
+    elif isinstance(value, list | tuple):
+        named = [(f"[{number}]", one) for number, one in enumerate(value)]
+    else:
+        if isinstance(value, bool | int | float | str | torch.Tensor | np.ndarray):
+            yield path, value
+        return
+    for name, one in named:
+        yield from _leaves(one, path + name)
+
+
+def _shown(value: Any) -> str:
+    """A number as Python writes it, to the bit; a digest of what is longer."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if math.prod(value.shape) != 1:
+            return plain_digest(value)
+        value = value.item()
+    text = repr(value)
+    return text if len(text) <= _LONGEST else plain_digest(value)
+
+
 def plain_digest(value: Any) -> str:
     """A digest of tensors and plain values, in containers."""
     return _short(repr(_said(value)).encode())
@@ -185,6 +240,8 @@ def _said(value: Any) -> Any:
         return [(str(key), _said(one)) for key, one in value.items()]
     if isinstance(value, list | tuple):
         return [_said(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.shape, _short(value.tobytes()))
     if isinstance(value, float):
         return value.hex()
     return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__

@@ -76,12 +76,18 @@ def show(console: Console, verdict: Mapping[str, Any], *, overwrites: bool) -> N
     console.print(table)
     for run in verdict["runs"]:
         _show_difference(console, run)
+        _show_numbers(console, run)
     if not verdict["runs"]:
         console.print("one replica only: no other can take over its work, and nothing was compared")
     if verdict["changed_files"]:
         names = ", ".join(verdict["changed_files"][:10])
         said = "as --overwrite allows" if overwrites else "give --overwrite to allow it"
         console.print(f"changed in the working directory: {names} ({said})", highlight=False)
+    if any(run["numbers_of_newcomers"] for run in verdict["runs"]):
+        console.print(
+            "    such a number is no difference: give its object to elaswave_plugin.keep if the script"
+            " decides or computes by it"
+        )
     result = "equal" if verdict["equal"] else "differs"
     console.print(f"[bold]{result}[/] in {verdict['seconds']:.0f} s")
 
@@ -96,6 +102,20 @@ def _show_difference(console: Console, run: Mapping[str, Any]) -> None:
         console.print(f"    {line}", markup=False, highlight=False)
     for one in first["also_differ"]:
         console.print(f"    also: {one}", markup=False, highlight=False)
+
+
+def _show_numbers(console: Console, run: Mapping[str, Any]) -> None:
+    """The numbers that a worker which came back has otherwise, one a line; equal or not."""
+    for one in run["numbers_of_newcomers"]:
+        here, there = one["numbers"]
+        who = ", ".join(map(str, one["workers"]))
+        line = f" ({one['where'][0]})" if one["where"] else ""
+        console.print(
+            f"{run['title']}: {one['name']} is {here} before step {one['step']} on worker {who}, "
+            f"which came back, and {there} without a loss{line}",
+            markup=False,
+            highlight=False,
+        )
 
 
 def _said(run: Mapping[str, Any]) -> str:

@@ -67,16 +67,30 @@ def _record_when_bound(order: RunOrder) -> None:
 
 
 def _record_steps(worker: Worker, recorder: Recorder) -> None:
-    """The state before each attempt of a step, and after the last one."""
+    """The state before each attempt of a step, and after the last one; results between them."""
     begin_step, announced, close = StepState.begin, GuardedSteps.announced, Worker.close
+    finish_work, recover = GuardedSteps.finish_work, GuardedSteps.recover
 
     def begin_and_record(state: StepState, step: int) -> None:
         begin_step(state, step)
+        if state.repeats_bodies:
+            recorder.repeats(step)
         recorder.state(step)
 
     def announced_again(steps: GuardedSteps, work: Callable[[], Any], phase: str) -> Any:
         recorder.attempt()
-        return announced(steps, work, phase)
+        result = announced(steps, work, phase)
+        recorder.returned(phase, result)
+        return result
+
+    def finish_and_record(steps: GuardedSteps) -> None:
+        number = steps.works_done
+        finish_work(steps)
+        recorder.worked(number)
+
+    def recover_and_forget(steps: GuardedSteps) -> None:
+        recorder.interrupted()
+        recover(steps)
 
     def close_and_record(closing: Worker) -> None:
         recorder.state(worker.completed)
@@ -84,6 +98,8 @@ def _record_steps(worker: Worker, recorder: Recorder) -> None:
 
     _replace(StepState, "begin", begin_and_record)
     _replace(GuardedSteps, "announced", announced_again)
+    _replace(GuardedSteps, "finish_work", finish_and_record)
+    _replace(GuardedSteps, "recover", recover_and_forget)
     _replace(Worker, "close", close_and_record)
 
 

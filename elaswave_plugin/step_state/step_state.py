@@ -118,7 +118,7 @@ class StepState:
         """``repeats_bodies``: what is between two steps runs again where both are redone."""
         self._worker = worker
         self._parts = {part.name: part for part in (*parts, KeptObjects())}
-        self._repeats_bodies = repeats_bodies
+        self.repeats_bodies = repeats_bodies
         self._before: dict[int, Kept] = {}
         self._asks = worker.detached
 
@@ -174,7 +174,7 @@ class StepState:
         self.sealed()
         # Also who came in the step after this one, if it cannot be redone from its own seal.
         came_later = self._asks or min(self._before, default=step) > step
-        if self._repeats_bodies:
+        if self.repeats_bodies:
             for later in [one for one in self._before if one > step]:
                 del self._before[later]
         rows = _told([came_later, step in self._before, self._shard_group])

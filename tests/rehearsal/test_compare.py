@@ -8,12 +8,18 @@ from elaswave_plugin.rehearsal.compare import Reference, RunRecords, step_differ
 def state(slot: int, at: int, **said: Any) -> dict[str, Any]:
     names = ("tensors", "settings", "kept", "draws", "script", "values")
     empty: dict[str, Any] = {name: {} for name in names}
-    return {"kind": "state", "slot": slot, "part": "stage 0 tp 0", "at": at, **empty, **said}
+    who = {"slot": slot, "incarnation": 0, "part": "stage 0 tp 0"}
+    return {"kind": "state", **who, "at": at, **empty, **said}
 
 
 def passed(slot: int, at: int, samples: str, batch: str, **draws: str) -> dict[str, Any]:
     said = {"pass": samples, "call": 0, "batch": batch, "draws": draws}
     return {"kind": "pass", "slot": slot, "part": "stage 0 tp 0", "at": at, **said}
+
+
+def evaluated(slot: int, at: int, **results: str) -> dict[str, Any]:
+    who = {"slot": slot, "incarnation": 0, "part": ""}
+    return {"kind": "result", **who, "at": at, "results": results}
 
 
 def run(*records: dict[str, Any]) -> RunRecords:
@@ -88,3 +94,49 @@ def test_a_completed_step_that_fewer_made_again_counts_as_they_made_it() -> None
     reference = Reference(twin)
     assert [one.moment.step for one in reference.notes(found)] == [4, 5]
     assert [one.moment.step for one in reference.differences(found)] == [5]
+
+
+def test_the_result_of_an_evaluation_is_compared_with_its_numbers() -> None:
+    """A part that each worker has of its own, as a time, is left out."""
+    undisturbed = run(*(evaluated(slot, 2, loss="0.911", time=str(slot)) for slot in (0, 1)))
+    other = run(evaluated(0, 2, loss="0.456", time="7"), evaluated(0, 4, loss="0.2"))
+    (one,) = Reference(undisturbed).differences(other)
+    assert str(one) == "result of loss before step 2, on worker 0 (0.456 for 0.911)"
+    assert one.to_json()["numbers"] == ["0.456", "0.911"]
+
+
+def test_numbers_of_who_came_back_are_named_once() -> None:
+    """Not what those who stayed have as well, nor what it has only of a step that is redone."""
+    values = {3: "4", 4: "5"}
+    undisturbed = run(
+        *(
+            state(slot, at, values={"c.seen": seen, "began": "100", "name": "'a'", "loss": "0.5"})
+            for slot in (0, 1)
+            for at, seen in values.items()
+        )
+    )
+    stayed = [
+        state(1, at, values={"c.seen": seen, "began": "200", "name": "'b'", "loss": "0.51"})
+        for at, seen in values.items()
+    ]
+    came = [
+        state(0, at, values={"c.seen": seen, "began": began, "name": "'c'", "loss": loss})
+        | {"incarnation": 1}
+        for at, seen, began, loss in (
+            (3, "0", "200", "0.51"),
+            (4, "1", "200", "0.51"),
+            (3, "1", "300", "0.6"),
+        )
+    ]
+    (one,) = Reference(undisturbed).of_newcomers(run(*stayed, *came))
+    assert (one.name, one.numbers, one.moment.step, one.slots) == ("c.seen", ("0", "4"), 3, (0,))
+    assert Reference(undisturbed).differences(run(*stayed, *came)) == []
+
+
+def test_where_nobody_has_stayed_whole_numbers_are_compared_with_the_undisturbed_run() -> None:
+    undisturbed = run(*(state(slot, 3, values={"n": "4", "loss": "0.5"}) for slot in (0, 1)))
+    came = [
+        state(slot, 3, values={"n": "1", "loss": "0.6"}) | {"incarnation": 1} for slot in (0, 1)
+    ]
+    (one,) = Reference(undisturbed).of_newcomers(run(*came))
+    assert (one.name, one.slots) == ("n", (0, 1))

@@ -95,3 +95,16 @@ def test_a_file_is_judged_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(Path, "resolve", None)
     assert is_own(str(tmp_path / "own.py"))
     assert not is_own(random.__file__) and not is_own(torch.__file__)
+
+
+def test_the_callbacks_that_a_library_holds_are_found(script: dict[str, Any]) -> None:
+    """As a Trainer's: what the script made is looked into, what the library has is not."""
+    exec("class Holder:\n    pass", library := {"__name__": "torch_like.library"})
+    trainer, holder = library["Holder"](), library["Holder"]()
+    trainer.steps, trainer.holder = 3, holder
+    exec("counter = type('Counts', (), {})()\ncounter.seen = 5", script)
+    holder.callbacks = [library["Holder"](), script["counter"]]
+    holder.trainer = trainer
+    found = found_in("trainer", trainer)
+    assert found.values["trainer.holder.callbacks[1].seen"] == 5
+    assert "trainer.steps" not in found.values
