@@ -85,8 +85,8 @@ def show(console: Console, verdict: Mapping[str, Any], *, overwrites: bool) -> N
         console.print(f"changed in the working directory: {names} ({said})", highlight=False)
     if any(run["numbers_of_newcomers"] for run in verdict["runs"]):
         console.print(
-            "    such a number is no difference: give its object to elaswave_plugin.keep if the script"
-            " decides or computes by it"
+            "    such a number is no difference: give its object to elaswave_plugin.keep if the"
+            " script decides or computes by it"
         )
     result = "equal" if verdict["equal"] else "differs"
     console.print(f"[bold]{result}[/] in {verdict['seconds']:.0f} s")

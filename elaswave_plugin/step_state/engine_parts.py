@@ -44,6 +44,7 @@ class Buffers(Part):
     """Tensors of the modules that are no parameters; running statistics are averaged."""
 
     name = "the model's buffers"
+    of_bodies = True
 
     def __init__(self, model: torch.nn.Module, *, refused: str | None = None) -> None:
         """``refused``: why what passes change is not carried here; None where it is averaged."""
@@ -85,6 +86,7 @@ class Settings(Part):
     """All that is set in the optimizer's groups, by the scheduler or by the loop's body."""
 
     name = "the settings of the optimizer's groups"
+    of_bodies = True
 
     def __init__(self, optimizer: Any) -> None:
         """``optimizer``: torch's, whose groups the engine reads in its step."""
@@ -111,6 +113,7 @@ class Weights(Part):
     """Trained weights that the body of the loop has changed since they were sealed."""
 
     name = "the trained weights"
+    of_bodies = True
 
     def __init__(self, model: torch.nn.Module, *, whole: bool) -> None:
         """``whole``: every worker holds all of each weight, so that no worker's change is lost."""
@@ -140,6 +143,10 @@ class Weights(Part):
                 "each worker has a part, which a loss would undo: use ZeRO 0 to 2, or leave it out"
             )
         return changed
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Copies of all of them."""
+        return {name: copied(weight) for name, weight in self._weights()}
 
     @torch.no_grad()
     def put_back(self, kept: Any) -> None:

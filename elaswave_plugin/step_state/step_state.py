@@ -20,8 +20,9 @@ from elaswave_plugin.kept import accessors, check_state, kept_objects
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.step_state.moved_state import fetch_missing
+from elaswave_plugin.values.plain import encode
 
-Kept = Mapping[str, Any]
+Kept = dict[str, Any]
 
 
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -35,6 +36,8 @@ class Part(ABC):
     """The name that messages use for it."""
     of_passes = False
     """True if forward and backward passes may change it."""
+    of_bodies = False
+    """True if a loop may set it once a step has begun, before the first pass."""
 
     @abstractmethod
     def keep(self) -> Any:
@@ -43,6 +46,10 @@ class Part(ABC):
     @abstractmethod
     def put_back(self, kept: Any) -> None:
         """Make it as it was kept; any number of times."""
+
+    def whole(self) -> Any:
+        """Like ``keep``, for a worker that has anything in its place."""
+        return self.keep()
 
     def shared(self, kept: Any) -> Any:
         """Return the part of it that a later worker takes."""
@@ -120,17 +127,57 @@ class StepState:
         self._parts = {part.name: part for part in (*parts, KeptObjects())}
         self.repeats_bodies = repeats_bodies
         self._before: dict[int, Kept] = {}
+        # What the first pass of a step has found, where the loop sets it until then.
+        self._found: dict[int, dict[str, Any]] = {}
+        self._awaits_passes = False
         self._asks = worker.detached
 
     def begin(self, step: int) -> None:
         """A step begins: keep what there is, or put back what there was when it first began."""
+        self._awaits_passes = True
         if step in self._before:
             self.put_back(self._before[step])
             return
         self._before[step] = self.keep()
         oldest = step - self._worker.state.remembered_steps
-        for old in [one for one in self._before if one <= oldest]:
-            del self._before[old]
+        for states in (self._before, self._found):
+            for old in [one for one in states if one <= oldest]:
+                del states[old]
+
+    def enter_passes(self) -> None:
+        """The first pass of a step begins: it finds what it found when it first began.
+
+        A loop may have set that by a variable of its own that says once: it does not do so again
+        in a redo, and a worker that has just come does so alone. Collective over WORLD for that.
+        """
+        if not self._awaits_passes:
+            return
+        step, self._awaits_passes = self._worker.completed, False
+        if step in self._found:
+            self.put_back(self._found[step])
+        else:
+            of_bodies = {name: part for name, part in self._parts.items() if part.of_bodies}
+            self._found[step] = {name: part.keep() for name, part in of_bodies.items()}
+        if self._worker.untried:
+            self._find_alike(self._found[step])
+
+    def _find_alike(self, found: dict[str, Any]) -> None:
+        """Have those that have just come find what the others do."""
+        came = str(self._worker.member.worker) in self._worker.untried
+        rows = _told([came, self._shard_group, *map(_digest_of_kept, found.values())])
+        able = {row[1]: rank for rank, row in reversed([*enumerate(rows)]) if not row[0]}
+        for rank, (is_new, shard_group, *digests) in enumerate(rows):
+            source = able.get(shard_group)
+            if not is_new or source is None:
+                continue
+            for name, mine, others in zip(found, digests, rows[source][2:], strict=True):
+                if mine == others:
+                    continue
+                if dist.get_rank() == source:
+                    send(self._parts[name].whole(), rank)
+                elif dist.get_rank() == rank:
+                    self._parts[name].put_back(receive(source))
+                    found[name] = self._parts[name].keep()
 
     def before(self, step: int) -> Kept:
         """Return what was kept before a step that has begun."""
@@ -154,7 +201,7 @@ class StepState:
 
     def check(self, step: int) -> None:
         """Raise ConfigurationError for what the passes of this step may not change."""
-        for name, one in self._before[step].items():
+        for name, one in (self._before[step] | self._found.get(step, {})).items():
             self._parts[name].check(one)
 
     def sealed(self) -> None:
@@ -175,8 +222,9 @@ class StepState:
         # Also who came in the step after this one, if it cannot be redone from its own seal.
         came_later = self._asks or min(self._before, default=step) > step
         if self.repeats_bodies:
-            for later in [one for one in self._before if one > step]:
-                del self._before[later]
+            for states in (self._before, self._found):
+                for later in [one for one in states if one > step]:
+                    del states[later]
         rows = _told([came_later, step in self._before, self._shard_group])
         for rank, (asks, _, wanted) in enumerate(rows):
             # Also one that has no place yet: its script's loop goes on with the others'.
@@ -208,11 +256,13 @@ class StepState:
 
     def _give(self, step: int, *, to: int, source: int) -> None:
         rank = dist.get_rank()
+        states = self._before, self._found
         if rank == source:
-            before = self._before[step]
-            send({name: self._parts[name].shared(one) for name, one in before.items()}, to)
+            known = [one[step] for one in states if step in one]
+            send([{n: self._parts[n].shared(one) for n, one in kept.items()} for kept in known], to)
         elif rank == to:
-            self._before[step] = receive(source)
+            for one, kept in zip(states, receive(source), strict=False):
+                one[step] = kept
 
     @property
     def _shard_group(self) -> int:
@@ -286,6 +336,14 @@ def copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     return copy.deepcopy(value)
+
+
+def _digest_of_kept(kept: Any) -> int:
+    tensors: list[torch.Tensor] = []
+    digest = xxhash.xxh3_64(encode(kept, "the state of a step", beside=tensors))
+    for tensor in tensors:
+        digest.update(digest_of(tensor).to_bytes(8, "little"))
+    return digest.intdigest() >> 1
 
 
 # Odd and far from a power of two, so that no two places within a row weigh the same modulo 2**64.

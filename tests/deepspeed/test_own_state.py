@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.deepspeed import hf_runs
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.deepspeed.test_join import entered
@@ -19,6 +20,10 @@ KILLS = ("1@3:snapshot", "1@3:backward")
 CARRIED = ("statistics", "kept teacher", "kept average", "draws", "rates", "clamps")
 # Those whose loss does not depend on who shares a worker, without draws.
 AS_UNDISTURBED = ("kept average", "rates", "clamps")
+
+
+# What a script sets once, above engine(batch), by a variable that no plugin sees.
+ONCE = ("weights once", "rate once", "buffer once")
 
 
 def of(mode: str, **more: Any) -> EngineSpec:
@@ -49,6 +54,51 @@ def test_a_step_that_is_redone_finds_what_it_found(
     assert held(killed) == held(planned)
     if mode in AS_UNDISTURBED:
         assert max_relative_difference(killed, reference(of(mode, stage=stage))) <= 1e-5
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("mode", sampled(ONCE, share=1))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
+def test_what_is_set_once_stays_set_in_a_redo(
+    run: Launch, twin: Twin, reference: Launch, stage: int, mode: str, kill: str
+) -> None:
+    """The loop does not set it again, as its own variable says that it has."""
+    killed, undisturbed = (
+        run(of(mode, stage=stage, kills=(kill,))),
+        reference(of(mode, stage=stage)),
+    )
+    check_survived(killed)
+    assert killed.trace() == twin(killed).trace()
+    assert max_relative_difference(killed, undisturbed) <= 1e-5
+    assert max_relative_difference(undisturbed, reference(of("plain", stage=stage))) > 1e-2
+
+
+@proves(Kind.KILL, Promise.CLOSE)
+@pytest.mark.parametrize("kill", sampled(["1@3:backward", "0@3:snapshot"], share=1))
+def test_what_a_callback_sets_at_the_begin_of_a_step_stays_set(
+    run: Launch, reference: Launch, kill: str
+) -> None:
+    """The Trainer calls it once, and its step is redone."""
+    spec = hf_runs.spec_of(nproc=3, global_batch=6, stage=0, options=("--shrink",))
+    killed = run(replace(spec, kills=(kill,)))
+    check_survived(killed)
+    assert max_relative_difference(killed, reference(spec)) <= 1e-5
+
+
+@proves(Kind.RETURN, Promise.CLOSE, victim="0", moment="4:backward")
+@pytest.mark.parametrize("mode", sampled(ONCE, share=1))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
+def test_who_comes_back_does_not_set_it_alone(
+    run: Launch, reference: Launch, stage: int, mode: str
+) -> None:
+    """Its variable says that it has not: it finds what the others find, and says so from then."""
+    killed = run(of(mode, stage=stage, respawn=5, kills=("0@4:backward",), changes=("+0@6",)))
+    check_survived(killed)
+    assert entered(killed) == [(0, 1, 6)]
+    ranks = held(killed)
+    assert ranks["state-0.json"] == ranks["state-1.json"] == ranks["state-2.json"]
+    assert max_relative_difference(killed, reference(of(mode, stage=stage))) <= 1e-5
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="0", moment="3:backward")

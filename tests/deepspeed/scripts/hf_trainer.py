@@ -63,6 +63,16 @@ def add(event: str) -> None:
     setattr(Tape, event, lambda self, *args, **given: self.record(event, *args, **given))
 
 
+class Shrink(TrainerCallback):
+    """Shrinks all weights once, before a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Before step 3."""
+        if state.global_step == 3:
+            for param in given["model"].parameters():
+                param.data.mul_(0.9)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Arguments of the run."""
     parser = argparse.ArgumentParser()
@@ -92,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--logging-steps", type=int, default=1)
     parser.add_argument("--per-batch", action="store_true", help="losses that are means of batches")
+    parser.add_argument("--shrink", action="store_true", help="weights, by a callback")
     args, _ = parser.parse_known_args()
     return args
 
@@ -283,7 +294,7 @@ def main() -> None:
         eval_dataset=streamed(TextDataset(None, 32, 24 if args.stream else 21), args.stream),
         data_collator=default_data_collator if args.stream == "shuffled" else collate,
         compute_loss_func=cross_entropy_of if args.loss == "function" else None,
-        callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
+        callbacks=[Tape(place / f"tape-{os.getpid()}.json"), *([Shrink()] if args.shrink else [])],
     )
     if args.evaluate_before:
         trainer.evaluate()

@@ -26,13 +26,14 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH) if mode == "statistics" else nn.Identity()
         if mode == "counts":
             self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
         if "teacher" in mode:
             self.teacher = copy.deepcopy(self.body).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.mode == "counts":
             self.seen.add_(1)
-        loss = self.body(self.norm(x))
+        loss = self.body(self.norm(x)) * self.scale
         return loss + (loss - self.teacher(x)).square() if "teacher" in self.mode else loss
 
 
@@ -41,6 +42,19 @@ def follow(averages: nn.Module, model: nn.Module) -> None:
     """Move an average towards the weights."""
     for mean, weight in zip(averages.parameters(), model.parameters(), strict=True):
         mean.data.lerp_(weight, 0.25)
+
+
+@torch.no_grad()
+def set_once(what: str, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Set weights, a rate or a buffer: what a script does once, by a variable of its own."""
+    if what == "weights":
+        for param in model.parameters():
+            param.data.mul_(0.5)
+    elif what == "rate":
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+    else:
+        model.scale.fill_(0.5)
 
 
 def main() -> None:
@@ -62,8 +76,12 @@ def main() -> None:
     if "kept" in args.mode:
         elaswave_plugin.keep("averages", averages)
         elaswave_plugin.keep("last", last)
+    has_set = False
     while engine.global_steps < args.steps:
         for batch in loader:
+            if args.mode.endswith("once") and engine.global_steps >= 3 and not has_set:
+                set_once(args.mode.split()[0], model, engine.optimizer)
+                has_set = True
             scale = 1.0
             if args.mode == "draws":
                 scale += (

@@ -217,6 +217,8 @@ class EngineJob(AttachedEngine):
             if not (counts or self._loop.dead):
                 # Before the first gather of ZeRO-3, which is no reading of data.
                 self._worker.phases.announce("forward")
+                if not self._working:
+                    self._state.enter_passes()
             if self._needs_others_to_compute:
                 self._inputs = (inputs, kwargs)
             if counts or self._loop.dead or self._own_loss is None:
