@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hf_trainer import EVENTS, Tape, add
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from train_accelerate import build_model
 from train_deepspeed import TextDataset
 from transformers import Trainer, TrainingArguments, set_seed
@@ -20,6 +21,17 @@ def label_losses(outputs: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]
     wanted = labels[:, 1:]
     losses = cross_entropy(outputs.logits[:, :-1].transpose(1, 2), wanted, reduction="none")
     return losses, wanted.ne(-100)
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pad the samples of a batch to the longest of them."""
+    fills = {"labels": -100}
+    return {
+        name: pad_sequence(
+            [one[name] for one in samples], batch_first=True, padding_value=fills.get(name, 0)
+        )
+        for name in samples[0]
+    }
 
 
 class OwnLoss(Trainer):
@@ -43,6 +55,8 @@ class OwnLoss(Trainer):
         by_labels = losses.sum() / has_label.sum().clamp(min=1)
         if self.kind == "labels":
             return by_labels
+        if self.kind == "places":
+            return by_items + losses.mean()
         if self.kind == "samples":
             return (losses.sum(1) / has_label.sum(1).clamp(min=1)).mean()
         if self.kind == "mixed":
@@ -63,6 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--loss", default="items")
     parser.add_argument("--unlabelled", default="", help="items of the data without a label")
+    parser.add_argument("--padded", action="store_true", help="samples of different lengths")
     parser.add_argument("--own-items", action="store_true", help="items of a worker's own batches")
     parser.add_argument("--batch-size", type=int, default=2)
     args, _ = parser.parse_known_args()
@@ -83,7 +98,9 @@ def main() -> None:
             tokens, _ = dataset[item]
             labels = tokens.clone()
             labels[: 32 if str(item) in unlabelled else item * 7 % 30] = -100
-            return {"input_ids": tokens, "labels": labels}
+            kept = slice(16 + item * 5 % 16 if args.padded else 32)
+            sample = {"input_ids": tokens, "labels": labels, "attention_mask": tokens.ne(-1).long()}
+            return {name: one[kept] for name, one in sample.items()}
 
     OwnLoss.kind = args.loss
     trainer = (Trainer if args.loss == "items" else OwnLoss)(
@@ -104,6 +121,7 @@ def main() -> None:
             remove_unused_columns=False,
         ),
         train_dataset=Ragged(),
+        data_collator=padded,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     )
     trainer.train()

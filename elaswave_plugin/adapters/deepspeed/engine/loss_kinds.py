@@ -29,6 +29,8 @@ WHOLE = ""
 IGNORED = -100
 _LABELS = ("shift_labels", "labels")
 UNLABELLED, _IGNORES = ", without a label", ", some labels"
+# Places by which a batch is made longer, to see whether its loss counts them.
+_PADDED = 3
 # A ratio that is nearer than this to 1, 2 or a half is that: relative, of losses in 32 and 16 bits.
 _TOLERANCE, _TOLERANCE_16_BITS = 2e-5, 1e-3
 _NAME_TERMS = (
@@ -300,6 +302,52 @@ def told_parts(
                 f" unknown ({one:.200}): {_NAME_TERMS}"
             )
     return [(_seen_again(plain), _seen_again(shifted)) for plain, shifted in everyone]
+
+
+def check_padding(
+    batch: Batch, losses: Callable[[Batch], Mapping[str, float]], *, tolerance: float
+) -> None:
+    """Check that batches of different lengths have losses alike (collective over WORLD).
+
+    Parts are padded to other lengths than the micro-batches that they are of. Raises
+    ConfigurationError for a loss that counts what is padded, where lengths differ.
+    """
+    longer, apart = with_padding(batch), 0.0
+    if all(gathered(longer is not None)) and longer is not None:
+        before, after = losses(batch), losses(longer)
+        apart = max(abs(after[one] - before[one]) / (abs(before[one]) or 1.0) for one in before)
+    told = gathered((apart, _length_of(batch)))
+    lengths = {length for _, length in told}
+    if max(apart for apart, _ in told) > tolerance and len(lengths) > 1:
+        raise ConfigurationError(
+            f"the loss changes by {apart:.2g} of itself where a batch is padded more, and"
+            f" micro-batches are {min(lengths)} to {max(lengths)} long: after a loss of workers"
+            " their parts have other lengths; leave out of its means what attention_mask leaves"
+            ' out, pad all to one length, or have the key "loss" of the section "elaswave" say'
+            " what counts"
+        )
+
+
+def with_padding(batch: Batch) -> Batch | None:
+    """Return a batch with more places at its end that are no text; None where that is unknown."""
+    mask, found = batch.get("attention_mask"), labels_of(batch)
+    if not torch.is_tensor(mask) or mask.ndim != 2:
+        return None
+    if found is not None and not bool(found[1].eq(IGNORED).any()):
+        return None
+    length, more = mask.shape[1], {}
+    for name, value in batch.items():
+        if torch.is_tensor(value) and value.ndim > 1 and value.shape[1] == length:
+            if value.ndim > 2:
+                return None
+            fill = IGNORED if name in _LABELS else 0
+            more[name] = torch.nn.functional.pad(value, (0, _PADDED), value=fill)
+    return {**batch, **more}
+
+
+def _length_of(batch: Batch) -> int:
+    mask = batch.get("attention_mask")
+    return int(mask.shape[1]) if torch.is_tensor(mask) and mask.ndim == 2 else 0
 
 
 def _seen_again(told: Mapping[str, Any]) -> dict[str, Seen]:

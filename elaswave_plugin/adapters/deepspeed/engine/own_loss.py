@@ -18,6 +18,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     Kinds,
     LossKind,
     Told,
+    check_padding,
     counts_of,
     evaluating,
     kinds_of,
@@ -92,14 +93,19 @@ class OwnLoss:
         if not self._is_inside:
             return
         start, stop = served.share
+        tolerance = tolerance_of(self._engine)
+
+        def ask(batch: Batch) -> dict[str, float]:
+            return {WHOLE: self._loss(batch) or 0.0}
+
+        if self._declared is None:
+            check_padding(call, ask, tolerance=tolerance)
         found = kinds_of(
             [Told(name, {WHOLE: one}, None, {WHOLE: one}) for name, one in everyone],
-            lambda: told_parts(
-                parts_of(call, stop - start), lambda one: {WHOLE: self._loss(one) or 0.0}
-            ),
+            lambda: told_parts(parts_of(call, stop - start), ask),
             declared=self._declared,
             shifts=True,
-            tolerance=tolerance_of(self._engine),
+            tolerance=tolerance,
         )
         silent: dict[str, Kinds] = {name: {} for name, _ in everyone if name.endswith(UNLABELLED)}
         self._known.update({**silent, **found})

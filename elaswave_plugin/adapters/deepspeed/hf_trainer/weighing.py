@@ -16,6 +16,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     WHOLE,
     Kinds,
     Told,
+    check_padding,
     counts_of,
     evaluating,
     kinds_of,
@@ -102,7 +103,11 @@ class Weighing:
     def _found(self, model: Any, batch: Any, number: int, num_items: Any) -> dict[str, Kinds]:
         compute = partial(self._loss, model)
         batch = self._trainer._prepare_inputs(batch)
+        tolerance = tolerance_of(self._job.engine)
         once = losses_of(compute, batch, num_items)
+        if self._declared is None:
+            ask = partial(losses_of, compute, num_items=num_items)
+            check_padding(batch, ask, tolerance=tolerance)
         items = None if num_items is None else losses_of(compute, batch, 2 * num_items)
         with _twice_the_processes():
             processes = losses_of(compute, batch, num_items)
@@ -119,7 +124,7 @@ class Weighing:
             parts,
             declared=self._declared,
             shifts=self._shifts,
-            tolerance=tolerance_of(self._job.engine),
+            tolerance=tolerance,
         )
         return {**silent, **known}
 
