@@ -469,6 +469,18 @@ class ElasticConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _hangs_are_waited_for_least(self) -> "ElasticConfig":
+        """Refuse limits of single phases that are lower than that of all."""
+        for name in ("data_timeout_s", "hang_start_timeout_s"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value < self.hang_timeout_s and value != default:
+                raise ValueError(
+                    f"{name} is {value:g} and hang_timeout_s is {self.hang_timeout_s:g}, below"
+                    f" which no phase is judged; raise {name}, or lower hang_timeout_s"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _nothing_is_idle(self) -> "ElasticConfig":
         """Refuse what says more of something that is switched off."""
         for name, other, off, why in _IDLE:

@@ -339,7 +339,7 @@ def plan(
         str, typer.Option(help="auto, always or never, as in the job; workers move with them.")
     ] = "auto",
     split_backward: Annotated[
-        str, typer.Option(help="auto, always or never, as in the job: weight gradients in bubbles.")
+        str, typer.Option(help="auto or never, as in the job: weight gradients in bubbles.")
     ] = "auto",
     forward_ms: Annotated[float, typer.Option(help="Forward of a layer, one sample.")] = 10.0,
     backward_ms: Annotated[float, typer.Option(help="Backward of a layer, one sample.")] = 20.0,
@@ -408,11 +408,13 @@ def doctor(
     """
     from rich.console import Console
 
-    if launch is not None or corpus is not None:
-        return _examine_launch(launch, corpus, workers, as_json)
-
     from elaswave_plugin.cli import doctor as examination
     from elaswave_plugin.errors import PatchMismatchError
+
+    options = {"--megatron-lm": megatron_lm, "--workers": workers, "--json": as_json}
+    examination.check_options({"LAUNCH": launch, "--corpus": corpus, **options})
+    if launch is not None or corpus is not None:
+        return _examine_launch(launch, corpus, workers, as_json)
 
     findings = examination.examine(examination.find_checkout(megatron_lm))
     if as_json:
@@ -432,10 +434,7 @@ def _examine_launch(
 
     from elaswave_plugin.cli import launch_doctor
     from elaswave_plugin.cli.launch_files import read_launch
-    from elaswave_plugin.errors import ConfigurationError
 
-    if launch is not None and corpus is not None:
-        raise ConfigurationError("LAUNCH and --corpus are both given; give one of them")
     if corpus is not None:
         return launch_doctor.show_corpus(launch_doctor.read_corpus(corpus), Console())
     assert launch is not None

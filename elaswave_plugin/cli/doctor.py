@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +31,13 @@ FITS, HOOK, GONE, ABSENT, NO_CHECKOUT, MISMATCH = (
     "mismatch",
 )
 
+# By what is examined: a corpus, a launch, or else what is installed.
+_OBEYED = (
+    ("--corpus", ("--corpus",)),
+    ("LAUNCH", ("LAUNCH", "--workers", "--json")),
+    ("", ("--megatron-lm", "--json")),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -45,6 +52,16 @@ class Finding:
     hook: str | None
     state: str
     problem: str | None = None
+
+
+def check_options(given: Mapping[str, object]) -> None:
+    """Raise ConfigurationError for an option that has no effect beside the others."""
+    names = [name for name, value in given.items() if value]
+    kind = next((name for name in ("--corpus", "LAUNCH") if name in names), "")
+    for name in names:
+        if name not in dict(_OBEYED)[kind]:
+            beside = f"with {kind}" if kind else "without LAUNCH"
+            raise ConfigurationError(f"{name} is given {beside}, and has no effect; leave it out")
 
 
 def find_checkout(path: Path | None) -> Path | None:

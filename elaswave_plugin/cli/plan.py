@@ -199,6 +199,11 @@ def _costs(options: PlanOptions) -> CostModel:
 
 def _settings(options: PlanOptions) -> ElasticConfig:
     """The job's settings that plans depend on; raises ConfigurationError."""
+    if options.split_backward == "always":
+        raise ConfigurationError(
+            "--split-backward is always, and a plan splits backwards where the step gains by it;"
+            " give auto or never"
+        )
     names = ("consistency", "respawn", "dataflow", "move_layers", "split_backward")
     return from_section({name: getattr(options, name) for name in names}, source="elaswave plan")
 

@@ -193,6 +193,11 @@ def parse_run_args(argv: Sequence[str]) -> LaunchSpec:
     shared = script_settings(args, os.environ)
     timeouts = read_timeouts(options, os.environ, quiesce_timeout_s=shared.quiesce_timeout_s)
     least, most = node_range(options.nnodes)
+    if options.zygote and options.preload:
+        raise ConfigurationError(
+            f"--preload is {options.preload!r} and --zygote {str(options.zygote)!r}, which has"
+            " imported its own modules; leave one of them out"
+        )
     notice_file = options.notice_file or os.environ.get(NOTICE_FILE)
     if options.standalone and most != 1:
         raise ConfigurationError(

@@ -65,8 +65,8 @@ def shared_job(
 ) -> SharedJob | None:
     """Return the job that the options name, if they do; raises ConfigurationError."""
     if options.rdzv_dir is None and options.rdzv_endpoint is None:
-        for name in ("rdzv_id", "local_addr"):
-            if getattr(options, name) is not None:
+        for name in ("rdzv_id", "local_addr", "rdzv_last_call"):
+            if getattr(options, name) != parser.get_default(name):
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigurationError(f"{option} is set, and --rdzv-dir or --rdzv-endpoint not")
         if least != most:

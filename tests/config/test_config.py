@@ -145,6 +145,8 @@ def test_config_values_from_the_command_line_have_their_types() -> None:
         ({"snapshots": False, "snapshot_copies": 2}, ["snapshot_copies is 2 and snapshots is off"]),
         ({"snapshots": False, "snapshot_interval": 4}, ["snapshot_interval is '4' and snapshots"]),
         ({"snapshots": False, "respawn": 3}, ["respawn is 3 and snapshots is off, from which"]),
+        ({"data_timeout_s": 1}, ["data_timeout_s is 1 and hang_timeout_s is 2", "lower hang_"]),
+        ({"hang_start_timeout_s": 4, "hang_timeout_s": 5}, ["hang_start_timeout_s is 4 and hang"]),
         ({"power_cap_w": 900}, ["power_cap_w is 900 and clocks is off"]),
         ({"clock_table": "0.5 1"}, ["clock_table is '0.5 1' and clocks is off"]),
         ({"power_cap_w": 0}, ["'power_cap_w' is 0", "greater than 0"]),

@@ -86,6 +86,11 @@ BAD: dict[str, tuple[JobSpec, str, str]] = {
         "6 micro-batches a step cannot be dealt evenly to 4 workers",
         "make the global batch a multiple of 4",
     ),
+    "layers of one stage": (
+        JobSpec(options=("--tensor-model-parallel-size=2", "--elaswave-move-layers=always")),
+        "move_layers is always",
+        "cannot change stage here: there is one pipeline stage; leave it out",
+    ),
     "kill of no worker": (JobSpec(kills=("4@2",)), "kill 4@2:backward", "wanted 0 to 3"),
     "change of no worker": (JobSpec(changes=("7@2",)), "change 7@2", "wanted 0 to 3"),
     "little memory": (

@@ -98,7 +98,7 @@ class Grid:
         whole = next((one.whole for one in stages if one.whole), None)
         splits = _split_backward(worker.config, whole)
         partition = None
-        if _moves_layers(worker.config, layers_stay):
+        if _moves_layers(worker.config, layers_stay, num_stages=len(self.layout.stages)):
             partition = partial(
                 within_memory,
                 state,
@@ -313,8 +313,10 @@ def _why_layers_stay(config: ElasticConfig, why_not: str | None) -> str | None:
     return "move_layers is never" if config.move_layers == "never" else why_not
 
 
-def _moves_layers(config: ElasticConfig, why_not: str | None) -> bool:
+def _moves_layers(config: ElasticConfig, why_not: str | None, *, num_stages: int) -> bool:
     """Return whether losses move layers; raises ConfigurationError if "always" cannot."""
+    if num_stages == 1:
+        why_not = "there is one pipeline stage"
     if why_not and config.move_layers == "always":
         raise ConfigurationError(
             f"move_layers is always, and layers cannot change stage here: {why_not}; leave it out"

@@ -104,6 +104,17 @@ def test_an_option_without_the_flag_is_refused_and_not_ignored(tmp_path: Path) -
     assert "--elaswave-kill is given without --elaswave; add --elaswave" in done.stderr
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+@pytest.mark.parametrize("words", [["--elaswave", "--elaswave-resp=3"], ["--elaswave-respwan=3"]])
+def test_an_option_that_is_nearly_ours_is_told(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        _with_our_group(None, words, argparse.ArgumentParser())
+    assert end.value.code == 2
+    assert "(value '3'); did you mean '--elaswave-respawn'?" in capsys.readouterr().err
+
+
 @proves(Kind.NOTHING, Promise.SAME)
 def test_a_provider_of_the_script_is_kept() -> None:
     def theirs(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
