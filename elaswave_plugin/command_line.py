@@ -84,7 +84,9 @@ def as_launched(settings: ElasticConfig, environ: Mapping[str, str]) -> ElasticC
     if name in settings.model_fields_set and told is not None and float(told) != given:
         raise ConfigurationError(_said_twice(name, f"{given:g}", f"{float(told):g}"))
     several = environ.get("LOCAL_WORLD_SIZE", "1") != environ.get("WORLD_SIZE", "1")
-    if settings.require_secret and several and not environ.get("ELASWAVE_SECRET_FILE"):
+    # A worker that comes later has the secret already.
+    starts = several and environ.get("ELASWAVE_INCARNATION", "0") == "0"
+    if settings.require_secret and starts and not environ.get("ELASWAVE_SECRET_FILE"):
         raise ConfigurationError(
             "require_secret is on, and ELASWAVE_SECRET_FILE is not set: make a file with `elaswave"
             " secret new FILE`, have it on every node, and name it there"

@@ -1,8 +1,9 @@
 """The end of a trainer that cannot go on: one sentence, said once for the whole job."""
 
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from elaswave_plugin.errors import (
 from elaswave_plugin.ipc.environment import AGENT, INCARNATION, SLOT
 from elaswave_plugin.ipc.frames import Abandon
 from elaswave_plugin.trainer.agent_contact import AgentContact
+from elaswave_plugin.words import check_words
 
 EXIT_CONFIGURATION = 2
 EXIT_FAILURE = 1
@@ -46,8 +48,9 @@ def ends_in_a_sentence(
 
     What concerns all (bad input, lost state, a bad checkpoint, too little memory) stops
     the whole job, and its leader prints the reason once; anything else is the loss of this worker,
-    and so is everything that ends one that comes later. Exit code 2 for bad input, 0 for a
-    worker that has left as it was told to, 1 for the rest.
+    and so is everything that ends one that comes later. Exit code 2 for bad input, also for
+    a name that ``function`` does not have, 0 for a worker that has left as it was told to, 1 for
+    the rest.
     """
 
     @wraps(function)
@@ -56,8 +59,22 @@ def ends_in_a_sentence(
             return function(*args, **kwargs)
         except ElasWaveError as error:
             end_in_a_sentence(error)
+        except TypeError:
+            try:
+                _check_names(function, kwargs)
+            except ConfigurationError as error:
+                end_in_a_sentence(error)
+            raise
 
     return guarded
+
+
+def _check_names(function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raise ConfigurationError where a call gives a name that the function does not have."""
+    parameters = inspect.signature(function).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        known = [name for name in parameters if name != "self"]
+        check_words(given, known, f"{function.__name__}: unknown name")
 
 
 def explain_errors(explain: Explain) -> None:

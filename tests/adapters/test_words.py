@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from elaswave_plugin.adapters import megatron
+from elaswave_plugin.adapters.megatron.job import ElasticJob
+from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.ipc.environment import AGENT
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 SIZES: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 1, "seed": 1}
 
@@ -76,7 +79,8 @@ def test_a_name_of_a_deepspeed_loader(capsys: pytest.CaptureFixture[str]) -> Non
     from elaswave_plugin.deepspeed import loader
 
     engine = SimpleNamespace(deepspeed_io=None, train_micro_batch_size_per_gpu=lambda: 2)
-    data = torch.utils.data.DataLoader(list(range(8)), batch_size=2, shuffle=True)
+    numbers = torch.utils.data.TensorDataset(torch.arange(8))
+    data = torch.utils.data.DataLoader(numbers, batch_size=2, shuffle=True)
     for options, said in (
         ({"shufle": False}, "unknown name 'shufle' (value False); did you mean 'shuffle'?"),
         ({"shuffle": False}, "got shuffle=False, and the DataLoader has True: leave shuffle out"),
@@ -111,3 +115,33 @@ def test_options_of_ours_that_a_deepspeed_script_does_not_obey(
         initialize(model=torch.nn.Linear(2, 2), config=config)
     said = "--elaswave-respawn is given to a script of DeepSpeed's, which has its settings in the"
     assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ElasticJob, PlainJob])
+@pytest.mark.parametrize(
+    ("verb", "given", "said"),
+    [
+        ("bind", {"train_itres": 3}, "'train_itres' (value 3); did you mean 'train_iters'?"),
+        ("run", {"pahse": "save"}, "'pahse' (value 'save'); did you mean 'phase'?"),
+        ("train", {"lst_checkpoint": 0}, "(value 0); did you mean 'last_checkpoint'?"),
+    ],
+)
+def test_a_name_of_a_verb(
+    kind: type, verb: str, given: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        getattr(object.__new__(kind), verb)(print, **given)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"elaswave: {verb}: unknown name " in error and said in error
+
+
+def test_other_errors_of_types_are_the_scripts() -> None:
+    @ends_in_a_sentence
+    def verb(work: Any, *, phase: str = "") -> None:
+        work(phase)
+
+    with pytest.raises(TypeError, match="takes 0 positional arguments"):
+        verb(lambda: None, phase="")
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        verb(**{"phase": ""})

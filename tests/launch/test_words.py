@@ -90,7 +90,7 @@ def test_a_variable_is_told_without_its_value(name: str, said: str) -> None:
 
 def test_variables_that_are_read_and_those_of_others_are_left_alone() -> None:
     read = {
-        node.value
+        str(node.value)
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Constant) and re.fullmatch(r"ELASWAVE_[A-Z_]+", str(node.value))

@@ -35,7 +35,7 @@ tracking: config errors words
 ipc: core core/agreement core/layout errors
 core/recovery_plan: core/layout core/planner core/step errors
 observer: config core/agreement core/layout core/planner core/step errors tracking
-trainer: core core/agreement core/layout errors ipc rehearsed
+trainer: core core/agreement core/layout errors ipc rehearsed words
 agent/peers: core core/agreement core/layout core/step errors ipc tracking version
 communicator/links: core/agreement errors ipc
 framework: core/recovery_plan

@@ -379,6 +379,7 @@ class ElasticJob:
         self._unbound.stop()
         self._patches.undo()
 
+    @ends_in_a_sentence
     def train(
         self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
     ) -> Iterator[tuple[int, StepReport]]:
@@ -475,6 +476,7 @@ class ElasticJob:
         total, weight, tokens = map(sum, zip(*reports, strict=True))
         return total / weight, int(tokens), norm
 
+    @ends_in_a_sentence
     def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
         """Run an evaluation; it starts again after a recovery."""
 
@@ -487,6 +489,7 @@ class ElasticJob:
         assert loss is not None  # as only a save's result can be
         return loss
 
+    @ends_in_a_sentence
     def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
         """Run work between steps, which every worker calls; it starts again after a recovery.
 

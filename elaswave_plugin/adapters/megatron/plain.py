@@ -161,6 +161,7 @@ class PlainJob:
 
         return run
 
+    @ends_in_a_sentence
     def train(
         self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
     ) -> Iterator[tuple[int, StepReport]]:
