@@ -24,6 +24,7 @@ from elaswave_plugin.adapters.megatron.contract import (
 )
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.schedule_calls import (
     check_call,
     check_schedule,
@@ -220,6 +221,11 @@ class ElasticJob:
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)
         self._body = LoopBody(self._loop)
+        self._own_numbers = OwnNumbers(
+            self._worker,
+            share=self._num_microbatches // self._width,
+            concerns=lambda: not self._turns.is_working,
+        )
         self._unbound = Unbound(
             self._framework.updates,
             advice="wrap its model as the others are, call job.bind with both before the first "
@@ -309,7 +315,7 @@ class ElasticJob:
             # What the script draws next follows from no micro-batch that was run here last.
             moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
             rng.settle(self._seed, rng.PASSES, *moment)
-            return losses
+            return self._own_numbers.given(losses)
 
         return run
 
@@ -374,6 +380,7 @@ class ElasticJob:
         self._finished = True
         with self._body.closed():
             self._loop.finish(before_leaving=self._tracker.close)
+        self._own_numbers.end()
         self._worker.groups.uninstall()
         self._microbatches.finish()
         self._unbound.stop()
@@ -394,6 +401,7 @@ class ElasticJob:
             self._worker.member.saves_last()
 
         def attempt() -> StepReport:
+            self._own_numbers.begin()
             rng.settle(self._seed, rng.STEP, self._worker.completed)
             self._gradients.begin()
             with (

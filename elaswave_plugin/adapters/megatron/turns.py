@@ -113,6 +113,11 @@ class Turns:
         self.has_trained |= self.trains
 
     @property
+    def is_working(self) -> bool:
+        """True while work of ``run`` does."""
+        return self._verb == RUN
+
+    @property
     def is_training(self) -> bool:
         """True while a training step runs."""
         return self._verb == TRAIN

@@ -92,6 +92,8 @@ class GroupCore:
 
     def size(self) -> int:
         """Number of members."""
+        if self._links.asked is not None:
+            self._links.asked()
         return self._group.size
 
     getRank = rank
@@ -209,6 +211,8 @@ class GroupCore:
 
     def begins(self, call: str) -> None:
         """A call starts; raises whatever the watch of the links does."""
+        if self._links.asked is not None:
+            self._links.asked()
         if self._links.watch is not None:
             self._links.watch(call, self.members)
 

@@ -58,6 +58,8 @@ class LinkTable:
         self.detached = False
         # Called with the name and the members of each call of a group before it starts.
         self.watch: Callable[[str, Sequence[int]], None] | None = None
+        # Called before that, and where the size of a group is asked for.
+        self.asked: Callable[[], None] | None = None
         # Whose calls these are while a script is between two steps of a loop that we own.
         self.body: Body | None = None
         self.scratch = Scratch()

@@ -1,7 +1,7 @@
 """The losses that a script reports, in the forms that Megatron-Core's own loops take."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -16,6 +16,27 @@ class Reported(NamedTuple):
     total: float
     weight: float
     tokens: float
+
+
+class Reports(list[Any]):
+    """Losses of micro-batches as a script reads them, which is told; ``plain``: as they are."""
+
+    def __init__(self, plain: Sequence[Any], asks: Callable[[str], None]) -> None:
+        super().__init__(plain)
+        self.plain = plain
+        self._asks = asks
+
+    def __iter__(self) -> Iterator[Any]:
+        self._asks("losses")
+        return super().__iter__()
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        self._asks("losses")
+        return super().__getitem__(place)
+
+    def __repr__(self) -> str:
+        self._asks("losses")
+        return super().__repr__()
 
 
 def reported(value: Any) -> Reported:
@@ -53,6 +74,7 @@ def check_result(result: Any, *known: Sequence[Any]) -> tuple[list[Reported], fl
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigurationError(f"train_step returned {_shown(result)}, {wanted}")
     losses, norm = result
+    losses = _plain(losses)
     norms = [0.0] if norm is None else _numbers(norm)
     if isinstance(norm, bool) or norms is None or len(norms) != 1:
         raise ConfigurationError(f"train_step returned {_shown(norm)} as gradient norm, {wanted}")
@@ -68,7 +90,7 @@ def check_losses(losses: Any, known: Sequence[Any], *, of: str) -> list[Reported
 
     ``known``: what forward_backward returned, one a micro-batch.
     """
-    told = [reported(one) for one in known]
+    told, losses = [reported(one) for one in known], _plain(losses)
     if losses is known:
         return told
     given = _told(losses)
@@ -79,6 +101,10 @@ def check_losses(losses: Any, known: Sequence[Any], *, of: str) -> list[Reported
             f"returned, which has {len(known)} of them here: return that list"
         )
     return told
+
+
+def _plain(losses: Any) -> Any:
+    return losses.plain if isinstance(losses, Reports) else losses
 
 
 def _told(losses: Any) -> list[Reported] | None:
