@@ -47,9 +47,13 @@ class Part(ABC):
     def put_back(self, kept: Any) -> None:
         """Make it as it was kept; any number of times."""
 
-    def whole(self) -> Any:
-        """Like ``keep``, for a worker that has anything in its place."""
+    def find(self) -> Any:
+        """Like ``keep``, as the first pass of a step finds it."""
         return self.keep()
+
+    def whole(self) -> Any:
+        """Like ``find``, for a worker that has anything in its place."""
+        return self.find()
 
     def shared(self, kept: Any) -> Any:
         """Return the part of it that a later worker takes."""
@@ -157,7 +161,7 @@ class StepState:
             self.put_back(self._found[step])
         else:
             of_bodies = {name: part for name, part in self._parts.items() if part.of_bodies}
-            self._found[step] = {name: part.keep() for name, part in of_bodies.items()}
+            self._found[step] = {name: part.find() for name, part in of_bodies.items()}
         if self._worker.untried:
             self._find_alike(self._found[step])
 
@@ -168,7 +172,7 @@ class StepState:
         able = {row[1]: rank for rank, row in reversed([*enumerate(rows)]) if not row[0]}
         for rank, (is_new, shard_group, *digests) in enumerate(rows):
             source = able.get(shard_group)
-            if not is_new or source is None:
+            if not is_new or source is None or shard_group < 0:
                 continue
             for name, mine, others in zip(found, digests, rows[source][2:], strict=True):
                 if mine == others:
@@ -177,7 +181,7 @@ class StepState:
                     send(self._parts[name].whole(), rank)
                 elif dist.get_rank() == rank:
                     self._parts[name].put_back(receive(source))
-                    found[name] = self._parts[name].keep()
+                    found[name] = self._parts[name].find()
 
     def before(self, step: int) -> Kept:
         """Return what was kept before a step that has begun."""

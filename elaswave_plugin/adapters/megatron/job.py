@@ -337,6 +337,8 @@ class ElasticJob:
     ) -> list[Any]:
         """One call of a forward-backward function, which reads the next batch of its iterator."""
         in_step, call = self._turns.is_training, len(self._turns.returned)
+        if in_step:
+            self._state.enter_passes()
         numbers = self._positions.take(data_iterator)
         if in_step and not call:
             self._first_read = first_of(data_iterator)

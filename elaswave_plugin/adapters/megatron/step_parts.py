@@ -41,6 +41,7 @@ class Settings(Part):
     """Scheduler, loss scaler, and all that is set in the optimizer's groups."""
 
     name = "the settings of the optimizer's groups"
+    of_bodies = True
 
     def __init__(self, framework: BoundModels) -> None:
         self._framework = framework
@@ -69,6 +70,7 @@ class Weights(Part):
     """Trained weights that the body of the loop has changed since they were sealed."""
 
     name = "the trained weights"
+    of_bodies = True
 
     def __init__(self, worker: Worker, framework: BoundModels) -> None:
         self._worker = worker
@@ -114,6 +116,17 @@ class Weights(Part):
                 "the loop's body changes the optimizer's moments between two steps, which a loss "
                 "would undo: change them in train_step, before optimizer.step()"
             )
+        return self._changed(digests)
+
+    def find(self) -> dict[int, torch.Tensor]:
+        """Copies of the buckets that were changed; train_step may change masters and moments."""
+        return {} if self._sealed is None else self._changed(self._sealed[0])
+
+    def whole(self) -> dict[int, torch.Tensor]:
+        """Copies of all buckets."""
+        return {number: copied(one) for number, one in enumerate(self._weights())}
+
+    def _changed(self, digests: Sequence[int]) -> dict[int, torch.Tensor]:
         changed = {
             number: copied(one)
             for number, one in enumerate(self._weights())

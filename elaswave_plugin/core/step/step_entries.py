@@ -41,8 +41,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "what the loop's body changed in trained weights",
         "all",
-        "copied before the step begins, on DeepSpeed also before its first pass, installed on top "
-        "of the seal; refused for float32 "
+        "copied before the step begins, and before its first pass, installed on top of the seal; "
+        "refused for float32 "
         "masters and moments, in ZeRO-3, and after layers have moved",
         _GIVEN,
         _AT_ENTRY,
