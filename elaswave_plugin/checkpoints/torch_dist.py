@@ -1,14 +1,18 @@
 """Finds out whether a checkpoint in Megatron-Core's torch_dist format can be read."""
 
+import itertools
 import json
 import math
 import pickle
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.checkpoints.archives import archive_flaw
+from elaswave_plugin.checkpoints.archives import archive_flaw, outline
 
+_SHARD = re.compile(r"(?P<key>.*)/shard_[\d.]+_(?P<lengths>\d+(\.\d+)*)")
+_RERUNS = re.compile(r"rerun_state_machine_state/shard_\d+_(?P<width>\d+)")
 METADATA, CONFIG, COMMON = ".metadata", "metadata.json", "common.pt"
 
 
@@ -16,8 +20,9 @@ def flaw_of(folder: Path) -> str | None:
     """Say what keeps a checkpoint from being read, naming the file; None where it is whole.
 
     Each chunk of each tensor that ``.metadata`` declares has an entry of its size, the chunks fill
-    their tensors, and each file is as long as its entries. No data is read. Needs torch.
-    Source: torch/distributed/checkpoint/filesystem.py, megatron/core/dist_checkpointing.
+    their tensors, an object in shards has all of them, and each file is as long as its entries. No
+    data is read. Needs torch. Source: torch/distributed/checkpoint/filesystem.py,
+    megatron/core/dist_checkpointing (``ShardedObject.unique_key`` and ``mapping.py``).
     """
     config = folder / CONFIG
     if not config.is_file():
@@ -36,7 +41,12 @@ def flaw_of(folder: Path) -> str | None:
             return f"{common} is missing"
         if (flaw := archive_flaw(common)) is not None:
             return flaw
-    return _missing_entry(metadata, folder) or _wrong_size(metadata, folder)
+    return (
+        _missing_entry(metadata, folder)
+        or _missing_shard(metadata, folder)
+        or _other_width(metadata, folder)
+        or _wrong_size(metadata, folder)
+    )
 
 
 def _read_metadata(folder: Path) -> Any:
@@ -74,6 +84,31 @@ def _missing_entry(metadata: Any, folder: Path) -> str | None:
         if filled != math.prod(described.size):
             return f"{where} has {filled} elements of {name}, wanted {math.prod(described.size)}"
     return None
+
+
+def _missing_shard(metadata: Any, folder: Path) -> str | None:
+    """The names of shards say how many there are, along each axis."""
+    for name in metadata.state_dict_metadata:
+        if (named := _SHARD.fullmatch(name)) is None:
+            continue
+        axes = [range(int(length)) for length in named["lengths"].split(".")]
+        for offsets in itertools.product(*axes):
+            one = f"{named['key']}/shard_{'.'.join(map(str, offsets))}_{named['lengths']}"
+            if one not in metadata.state_dict_metadata:
+                return f"{folder / METADATA} has no {one}"
+    return None
+
+
+def _other_width(metadata: Any, folder: Path) -> str | None:
+    """Megatron-LM asks for the rerun machine's state of as many ranks as the arguments say."""
+    common = folder / COMMON
+    written = [n for name in metadata.state_dict_metadata if (n := _RERUNS.fullmatch(name))]
+    if not written or not common.is_file():
+        return None
+    said = getattr(outline(common).get("args"), "world_size", None)
+    if said is None or said == int(written[0]["width"]):
+        return None
+    return f"{common} says {said} workers, and {folder / METADATA} has {written[0][0]}"
 
 
 def _wrong_size(metadata: Any, folder: Path) -> str | None:

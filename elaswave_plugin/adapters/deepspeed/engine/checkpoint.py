@@ -50,9 +50,8 @@ def save_whole(
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
 
-    shards = int(engine.dp_world_size) if engine.zero_optimization_stage() else None
     pointer = Path(save_dir, DEEPSPEED_TRACKER) if save_latest else None
-    drafts.write(Path(save_dir, name), write, partial(flaw_of, shards=shards), pointer=pointer)
+    drafts.write(Path(save_dir, name), write, flaw_of, pointer=pointer)
     if pointer is not None and dist.get_rank() == 0:
         with drafts.pointing_to(pointer) as latest:
             latest.write(name)
