@@ -3,7 +3,6 @@
 ema = elaswave_plugin.keep("ema", ExponentialMovingAverage(model))
 """
 
-import copy
 import random
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.plain import check
 
 Kept = TypeVar("Kept")
@@ -79,9 +79,9 @@ def check_state(name: str, value: Any) -> None:
 def _refill(value: dict[Any, Any] | list[Any], state: Any) -> None:
     value.clear()
     if isinstance(value, dict):
-        value.update(copy.deepcopy(state))
+        value.update(detached_copy(state))
     else:
-        value.extend(copy.deepcopy(state))
+        value.extend(detached_copy(state))
 
 
 def is_plain(value: Any) -> bool:

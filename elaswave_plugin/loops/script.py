@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.guarded import guarded
@@ -41,7 +42,7 @@ class ScriptLoop:
         self.worker = steps.worker
         self._steps = steps
         self._variables = variables
-        self._attempt: Callable[[int], StepReport] | None = None
+        self._attempt: Callable[[int], StepReport | None] | None = None
         self._reached = self.worker.completed
         self._inside = False
         knows = not self.worker.detached
@@ -62,19 +63,30 @@ class ScriptLoop:
         else:
             self.run(self._steps.sealed_everywhere)
 
-    def step(self, attempt: Callable[[int], StepReport]) -> None:
+    def step(self, attempt: Callable[[int], StepReport | None]) -> None:
         """Complete the next step; ``attempt(step)`` runs once, and again for every redo.
 
-        It may be called for the step before as well: to redo that one after a roll-back.
+        It may be called for the step before as well: to redo that one after a roll-back. None, on
+        all workers alike: the script gives the step up before its update, and ends; it then is no
+        step of the job. Raises ElasWaveError where it gives an earlier one up, which was made.
         """
         self._attempt = attempt
         self._is_ahead = False
-        self._reached += 1
+        done = self._steps.works_done
+
+        def once() -> None:
+            if self._steps.works_done == done:
+                self._redo()
+                if self.worker.completed == self._reached:
+                    self.worker.relief.step(lambda: self._attempt_step(is_next=True))
+
         self._inside = True
         try:
-            guarded(self._redo, self._recover)
+            guarded(once, self._recover)
         finally:
             self._inside = False
+        if self._steps.works_done == done:
+            self._reached += 1
 
     def run(self, work: Callable[[], Result], *, phase: str | None = None) -> Result | None:
         """Run work between steps; it starts again after a recovery.
@@ -125,10 +137,19 @@ class ScriptLoop:
         while self.worker.completed < self._reached:
             self.worker.relief.step(self._attempt_step)
 
-    def _attempt_step(self) -> None:
+    def _attempt_step(self, *, is_next: bool = False) -> None:
         assert self._attempt is not None
         self._steps.begin()
-        self._steps.complete(self._attempt(self.worker.completed))
+        report = self._attempt(self.worker.completed)
+        if report is not None:
+            self._steps.complete(report)
+        elif is_next:
+            self._steps.finish_work()
+        else:
+            raise ElasWaveError(
+                f"step {self.worker.completed} was complete before a loss of workers, and the "
+                "script gives it up where it is redone; restart from the last checkpoint"
+            )
 
     # ---- those who come later -------------------------------------------------------------------
 

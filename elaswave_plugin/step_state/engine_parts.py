@@ -4,7 +4,6 @@ An engine's script owns its loop, whose body cannot be called again: what change
 put back with the step that is redone, and runs again with it.
 """
 
-import copy
 import random
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.kept import accessors, kept_objects
 from elaswave_plugin.step_state.changing import Changing, average, why_no_average
 from elaswave_plugin.step_state.step_state import Part, copied, digest_of
+from elaswave_plugin.values.detached import detached_copy
 
 
 class Generators(Part):
@@ -95,14 +95,14 @@ class Settings(Part):
     def keep(self) -> list[dict[str, Any]]:
         """Each group without its parameters."""
         return [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            {key: detached_copy(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
 
     def put_back(self, kept: Any) -> None:
         """Install them."""
         for group, one in zip(self._optimizer.param_groups, kept, strict=True):
-            group.update(copy.deepcopy(one))
+            group.update(detached_copy(one))
 
     def proof(self) -> int:
         """Of the groups."""

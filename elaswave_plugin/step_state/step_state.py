@@ -5,7 +5,6 @@ has changed between two steps is in it, since it is taken when the next one begi
 worker gets it from a worker of the same part of the model, and proves by digests that it has it.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from elaswave_plugin.kept import accessors, check_state, kept_objects
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.step_state.moved_state import fetch_missing
+from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.plain import encode
 
 Kept = dict[str, Any]
@@ -339,7 +339,7 @@ def copied(value: Any) -> Any:
         return {key: copied(one) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
-    return copy.deepcopy(value)
+    return detached_copy(value)
 
 
 def _digest_of_kept(kept: Any) -> int:

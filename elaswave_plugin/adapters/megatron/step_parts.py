@@ -4,7 +4,6 @@ Trained weights, moments and the capsule are sealed in shards (`framework.py`), 
 (`rng.py`). Here is the rest: it is kept before a step begins, and put back for its redo.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import Part, StepState, copied, digest_of
+from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.plain import encode
 
 
@@ -49,7 +49,7 @@ class Settings(Part):
     def keep(self) -> tuple[bytes, list[dict[str, Any]]]:
         """The capsule as it is now, and each group without its parameters."""
         return self._framework.read_capsule(), [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            {key: detached_copy(value) for key, value in group.items() if key != "params"}
             for group in self._framework.groups
         ]
 
@@ -59,7 +59,7 @@ class Settings(Part):
         self._framework.write_capsule(capsule)
         # Who has no place yet is given those of any stage, which may have fewer groups.
         for group, one in zip(self._framework.groups, settings, strict=False):
-            group.update(copy.deepcopy(one))
+            group.update(detached_copy(one))
 
     def proof(self) -> int:
         """Of the groups."""

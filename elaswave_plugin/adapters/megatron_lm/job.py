@@ -53,6 +53,8 @@ from elaswave_plugin.tracking.sinks import check_sinks
 
 Result = TypeVar("Result")
 Loader = MicrobatchLoader | ExternalLoader
+# The place in what train_step returns, behind the losses.
+_SHOULD_EXIT = 2
 
 
 class LmJob:
@@ -105,7 +107,7 @@ class LmJob:
         self._trained_from: list[Loader] = []
         self._trained_samples = 0
         # The last step that was trained, and the iterators of them all.
-        self._attempt: Callable[[int], StepReport] | None = None
+        self._attempt: Callable[[int], StepReport | None] | None = None
         self._train_data: Any = None
         # Megatron-LM's iterators of the present call, which can replay a step's batches.
         self._replays: list[RerunDataIterator] = []
@@ -261,9 +263,13 @@ class LmJob:
     def _tell_rank(self) -> None:
         """Tell Megatron-LM of the rank in this view; who came later has no profiler begun."""
         args = self._args
-        args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+        self._know_rank()
         is_profiled = args.rank in args.profile_ranks and not self.comes_later
         args.profile = args.profile and is_profiled
+
+    def _know_rank(self) -> None:
+        """Have the script's arguments say it, of which a save writes the number of workers."""
+        self._args.rank, self._args.world_size = dist.get_rank(), dist.get_world_size()
 
     def _prepare(self, module: Any) -> None:
         """A chunk of the model, or a layer that has come to it, is about to train."""
@@ -292,7 +298,8 @@ class LmJob:
         """
         results: list[tuple[Any, ...]] = []
 
-        def attempt(iteration: int) -> StepReport:
+        def attempt(iteration: int) -> StepReport | None:
+            self._know_rank()
             self._args.curr_iteration = iteration
             rng.settle(self._seed, rng.STEP, iteration)
             if iteration in self._args.iterations_to_skip:
@@ -301,6 +308,9 @@ class LmJob:
                 losses, *others = train_step(iteration)
             # The last rank logs them, and need not be in the last stage after a loss.
             results.append((losses or self._losses.means, *others))
+            if others[_SHOULD_EXIT]:
+                # The rerun machine ends the script in the step, whose update is left out.
+                return None
             for loader in self._trained_from:
                 loader.advance(self._trained_samples)
             grad_norm = results[-1][5]
@@ -320,7 +330,7 @@ class LmJob:
     def pass_over(self) -> None:
         """Complete a step that the script skips: its samples are read, and nothing is trained."""
 
-        def attempt(iteration: int) -> StepReport:
+        def attempt(iteration: int) -> StepReport | None:
             if iteration in self._args.iterations_to_skip:
                 self._args.curr_iteration = iteration
                 return self._pass_over()
@@ -421,6 +431,7 @@ class LmJob:
             return work()
 
         def whole() -> Result:
+            self._know_rank()
             with self._framework.modes_kept():
                 return work()
 
@@ -497,7 +508,6 @@ class LmJob:
     # ---- the end --------------------------------------------------------------------------------
 
     def _recovered(self, record: dict[str, object]) -> None:
-        self._args.rank, self._args.world_size = dist.get_rank(), dist.get_world_size()
         if self._args.profile:
             self._args.profile_ranks = [dist.get_rank()]
         self._recording.recovered(record)

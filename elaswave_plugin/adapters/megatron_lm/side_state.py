@@ -4,7 +4,6 @@ Timers, counters of samples, the size of the batch, the rerun state machine and 
 data loaders: a piece that is interrupted and run again must find them as they were.
 """
 
-import copy
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypedDict
@@ -15,6 +14,7 @@ from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_
 from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.step_state.step_state import Part
+from elaswave_plugin.values.detached import detached_copy
 
 _COUNTERS = (
     "consumed_train_samples",
@@ -27,7 +27,7 @@ _TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
 # Of the rerun state machine: an enumeration, kept by its name.
 _STATE = "state"
 # Of it: what it saves to rerun a step is made anew at the step's beginning.
-_NOT_KEPT = ("saved_state", "error_injector", "state_save_func", "state_restore_func")
+_NOT_KEPT = ("saved_state", "state_save_func", "state_restore_func")
 # Of it, what decides over reruns, and that no step runs; its other fields are about results of one
 # worker. Who comes later has nothing else to go back to where its first step is interrupted.
 _SHARED = (
@@ -68,7 +68,7 @@ class SideState(Part):
                 for name, timer in training.get_timers()._timers.items()
             },
             reruns={
-                name: copy.deepcopy(value)
+                name: detached_copy(value)
                 for name, value in vars(machine).items()
                 if name not in _NOT_KEPT
             }
@@ -88,7 +88,7 @@ class SideState(Part):
                 vars(timers[name]).update(fields)
         machine = get_rerun_state_machine()
         state = type(machine.state)[kept["reruns"][_STATE]]
-        vars(machine).update(copy.deepcopy(kept["reruns"]) | {_STATE: state})
+        vars(machine).update(detached_copy(kept["reruns"]) | {_STATE: state})
         vars(_energy_monitor()).update(kept["energy"])
         for loader, position in zip(self._loaders, kept["positions"], strict=True):
             loader.position = position

@@ -1,12 +1,18 @@
 """One zygote with Megatron-LM imported, and each reference run once."""
 
+import argparse
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.energy_monitor import EnergyMonitor
+from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from tests.adapters.megatron_lm.harness import PRELOAD, ScriptSpec, lay_out
 from tests.faults.harness import ROOT, Outcome, Zygote, launch
@@ -71,3 +77,37 @@ def reference(run: Launch) -> Launch:
         return made[spec]
 
     return undisturbed
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> RerunStateMachine:
+    """Megatron-Core's rerun machine, as the scripts have it by default."""
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(
+        "elaswave_plugin.adapters.megatron_lm.side_state.get_rerun_state_machine", lambda: machine
+    )
+    return machine
+
+
+@pytest.fixture
+def args(
+    monkeypatch: pytest.MonkeyPatch, machine: RerunStateMachine
+) -> Iterator[argparse.Namespace]:
+    """Batches of 4 to 12 samples on two replicas; a stand-in for the package with the arguments."""
+    given = argparse.Namespace(
+        rampup_batch_size=["4", "4", "16"], global_batch_size=12, consumed_train_samples=0
+    )
+    training = SimpleNamespace(
+        get_args=lambda: given,
+        get_timers=lambda: SimpleNamespace(_timers={}),
+        _TRAIN_START_TIME=0.0,
+        _LEGACY_TRAIN_START_TIME=0.0,
+    )
+    counter = EnergyMonitor()
+    training.get_energy_monitor = lambda: counter
+    for name in ("training", "training.training", "training.global_vars"):
+        monkeypatch.setitem(sys.modules, f"megatron.{name}", training)
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, [4, 4, 16], 12, 1, 2)
+    yield given
+    calculator.unset_num_microbatches_calculator()

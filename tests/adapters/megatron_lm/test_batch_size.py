@@ -1,43 +1,11 @@
 """The size of a growing batch is put back with everything else, with the wheel's own calculator."""
 
 import argparse
-import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
 
-import pytest
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core import rerun_state_machine
-from megatron.core.energy_monitor import EnergyMonitor
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
-
-
-@pytest.fixture
-def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
-    """Batches of 4 to 12 samples on two replicas; a stand-in for the package with the arguments."""
-    given = argparse.Namespace(
-        rampup_batch_size=["4", "4", "16"], global_batch_size=12, consumed_train_samples=0
-    )
-    training = SimpleNamespace(
-        get_args=lambda: given,
-        get_timers=lambda: SimpleNamespace(_timers={}),
-        _TRAIN_START_TIME=0.0,
-        _LEGACY_TRAIN_START_TIME=0.0,
-    )
-    counter = EnergyMonitor()
-    training.get_energy_monitor = lambda: counter
-    for name in ("training", "training.training", "training.global_vars"):
-        monkeypatch.setitem(sys.modules, f"megatron.{name}", training)
-    monkeypatch.setattr(
-        "elaswave_plugin.adapters.megatron_lm.side_state.get_rerun_state_machine",
-        lambda: rerun_state_machine.RerunStateMachine(mode=rerun_state_machine.RerunMode.DISABLED),
-    )
-    calculator.unset_num_microbatches_calculator()
-    calculator.init_num_microbatches_calculator(0, [4, 4, 16], 12, 1, 2)
-    yield given
-    calculator.unset_num_microbatches_calculator()
 
 
 def consume(args: argparse.Namespace, samples: int) -> int:

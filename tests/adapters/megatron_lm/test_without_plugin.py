@@ -45,11 +45,20 @@ def without_plugin(
 
     ``watches``: all that it prints, what its saves take of memory among it.
     """
+    done = run_without_plugin(spec, script=script, data=data, folder=folder, watches=watches)
+    assert done.returncode == 0, _first_error(done.stderr)
+    return [done.stdout] if watches else printed_in(done.stdout + done.stderr)
+
+
+def run_without_plugin(
+    spec: ScriptSpec, *, script: Path, data: Path, folder: Path, watches: bool = False
+) -> "subprocess.CompletedProcess[str]":
+    """Run the script by torchrun, without the plugin."""
     folder.mkdir()
     # For every interpreter, those that a checkpoint's writers start included.
     (folder / "sitecustomize.py").write_text(WITHOUT_TRITON)
     paths = [str(folder), str(ROOT), str(script.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
+    return subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={spec.nproc}", str(WITHOUT_PLUGIN), str(script)),
@@ -66,8 +75,6 @@ def without_plugin(
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         },
     )
-    assert done.returncode == 0, _first_error(done.stderr)
-    return [done.stdout] if watches else printed_in(done.stdout + done.stderr)
 
 
 def _first_error(said: str) -> str:

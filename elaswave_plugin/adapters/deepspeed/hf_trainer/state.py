@@ -12,6 +12,7 @@ from transformers.trainer_callback import ExportableState
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import Kinds, LossKind
 from elaswave_plugin.kept import is_plain
 from elaswave_plugin.step_state.step_state import Part
+from elaswave_plugin.values.detached import detached_copy
 
 # What each worker says of itself.
 _OWN = ("is_world_process_zero", "is_local_process_zero")
@@ -49,15 +50,15 @@ class TrainerState(Part):
             },
             "tr_loss": trainer._tr_loss.item(),
             "state": {
-                name: copy.deepcopy(value)
+                name: detached_copy(value)
                 for name, value in vars(trainer.state).items()
                 if name not in (*_OWN, _HISTORY)
             },
             # Lines are added and never changed.
             _HISTORY: [*trainer.state.log_history],
             "control": dict(vars(trainer.control)),
-            "callbacks": [copy.deepcopy(one.state()["attributes"]) for one in self._callbacks()],
-            "schedule": copy.deepcopy(schedule.state_dict())
+            "callbacks": [detached_copy(one.state()["attributes"]) for one in self._callbacks()],
+            "schedule": detached_copy(schedule.state_dict())
             if isinstance(schedule, LRScheduler)
             else None,
         }
@@ -73,7 +74,7 @@ class TrainerState(Part):
             pattern: {term: LossKind(*one) for term, one in kinds.items()}
             for pattern, kinds in kept["loss_kinds"].items()
         }
-        kept = copy.deepcopy(kept)
+        kept = detached_copy(kept)
         for name, value in kept["trainer"].items():
             setattr(trainer, name, _like(vars(trainer).get(name), value))
         trainer._tr_loss.fill_(kept["tr_loss"])
