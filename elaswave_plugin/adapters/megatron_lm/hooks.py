@@ -423,12 +423,16 @@ class Hooks:
         return _Saving(native, self)
 
     def state_to_save(self, native: Native) -> Native:
-        """A free worker saves nothing of its own."""
+        """A free worker saves nothing of its own but how its rerun machine stands."""
 
         @wraps(native)
         def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
             state = native(*args, **kwargs)
-            return state if self._joined.has_place else extract_sharded_base(state)[1]
+            if self._joined.has_place:
+                return state
+            # Of a rerun each rank has a shard, where there is one.
+            reruns = {name: one for name, one in state.items() if name == "rerun_state_machine"}
+            return extract_sharded_base(state)[1] | reruns
 
         return generate_state_dict
 
