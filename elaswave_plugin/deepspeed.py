@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["initialize", "install", "loader", "run"]
+__all__ = ["initialize", "install", "loader", "mean", "run"]
 
 _MARK = "__elaswave__"
 _JOBS = "__elaswave_jobs__"
@@ -48,6 +48,17 @@ def loader(engine: Any, data: Any, **options: Any) -> Any:
     sentence and exit code 2.
     """
     return import_module(f"{_ADAPTER}.attach").loader_of(engine, data, **options)
+
+
+def mean(engine: Any, value: Any) -> Any:
+    """The mean over all samples of the iteration, a float64 tensor of the shape of ``value``.
+
+    ``value``: a number or tensor, the mean over this worker's samples. Each worker calls it between
+    ``engine(batch)`` and ``engine.step()``, so that a loss has it made again with the step; in a
+    batch that the loss made void it returns ``value``. Without the section all weigh the same. A
+    call elsewhere ends the process with one sentence and exit code 2.
+    """
+    return import_module(f"{_ADAPTER}.attach").mean_of(engine, value)
 
 
 def run(engine: Any, work: Callable[[], Any], *, phase: str = "evaluation") -> Any:

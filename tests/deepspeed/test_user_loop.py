@@ -51,9 +51,7 @@ def test_four_workers_become_one(run: Launch, twin: Twin, reference: Launch, sta
     said = [line for line in killed.output.splitlines() if "from now on" in line]
     heirs = [line for line in said if "; worker 1 is rank 0 from now on" in line]
     assert len(heirs) == 1 and "recovered: " in heirs[0]
-    wanted = "elaswave: workers have 1 or 2 samples of an iteration from now on: "
-    shares = [line for line in said if line.startswith(wanted)]
-    assert len(shares) == 1 and shares[0].endswith("(docs/deepspeed.md)")
+    assert "the numbers of " not in killed.output, "none is the script's own"
     sizes = {
         (line["epoch"], line["slot"]): len(line["samples"])
         for line in killed.files.ledger

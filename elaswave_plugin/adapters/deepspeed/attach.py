@@ -307,6 +307,16 @@ def run_in(engine: Any, work: Callable[[], Any], *, phase: str) -> Any:
     return work() if job is None else job.run(work, phase=phase)
 
 
+def mean_of(engine: Any, value: Any) -> torch.Tensor:
+    """The mean of a value over all workers' samples; without the section over the workers."""
+    job = _job_of(engine, "mean(engine, value)")
+    if job is not None:
+        return job.mean(value)
+    total = torch.as_tensor(value).detach().to(engine.device, torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
 @ends_in_a_sentence
 def _job_of(engine: Any, line: str) -> AttachedEngine | None:
     """The job of an engine; None without the section. Raises ConfigurationError for no engine."""

@@ -49,14 +49,13 @@ def main() -> None:
         engine.train()
         return float(sums[0] / sums[1]), float(sums[1])
 
-    def mean() -> tuple[float, float]:
-        """The loss of the step, and what a plain mean over the workers makes of it."""
-        both, plain = sum(parts), sum(one[0] / one[1] for one in parts) / len(parts)
-        dist.all_reduce(both)
-        dist.all_reduce(plain)
-        return float(both[0] / both[1]), float(plain / dist.get_world_size())
+    def plain() -> float:
+        """Take the plain mean over the workers of the loss of the step."""
+        mean = sum(own) / len(own)
+        dist.all_reduce(mean)
+        return float(mean / dist.get_world_size())
 
-    parts = collections.deque(maxlen=engine.gradient_accumulation_steps())
+    parts, own = (collections.deque(maxlen=engine.gradient_accumulation_steps()) for _ in "ab")
     found = {
         "means": [],
         "evaluations": [],
@@ -70,10 +69,12 @@ def main() -> None:
         engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():
             found["boundaries"].append(before)
+        parts.append(elaswave_plugin.deepspeed.mean(engine, loss))
+        own.append(loss.detach())
         engine.step()
-        parts.append(torch.tensor([loss.item() * len(tokens), len(tokens)], dtype=torch.float64))
         if engine.global_steps > before:
-            found["means"].append(elaswave_plugin.deepspeed.run(engine, mean))
+            mean = float(sum(parts) / len(parts))
+            found["means"].append((mean, elaswave_plugin.deepspeed.run(engine, plain)))
             if dist.get_rank() == 0:
                 found["steps"].append(before)
             if engine.global_steps % 2 == 0:

@@ -29,7 +29,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate.stream import (
     stream_of,
 )
 from elaswave_plugin.adapters.deepspeed.compat import unsupported
-from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches
+from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches, width_patches
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Position
 from elaswave_plugin.config import ElasticConfig
@@ -322,6 +322,7 @@ class AcceleratedJob:
     def collective(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a script's collective; in a dead iteration it gives what all workers would have."""
         value, name = [*args[1:], *kwargs.values()][0], native.__name__
+        self._job.own_loops.asks(name)
 
         def work() -> Any:
             # After a loss the workers have shares of different size.
@@ -417,7 +418,7 @@ def attach(job: EngineJob, engine: Any) -> AcceleratedJob | None:
     if not _drives():
         return None
     accelerated = AcceleratedJob(job, engine)
-    patches = accelerate_patches(accelerated)
-    patches.apply()
-    job.at_leave.append(patches.undo)
+    for patches in (accelerate_patches(accelerated), width_patches("accelerate", job.own_loops)):
+        patches.apply()
+        job.at_leave.append(patches.undo)
     return accelerated

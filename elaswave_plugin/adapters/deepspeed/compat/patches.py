@@ -83,6 +83,16 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("accelerator:Accelerator.wait_for_everyone", "wait", ("self",), _A_LOSS_ENDS_IT),
 )
 
+# (distribution, target, versions): what says the width beside torch.distributed.
+_WIDTHS = (
+    (
+        "deepspeed",
+        "deepspeed.runtime.pipe.topology:PipelineParallelGrid.get_data_parallel_world_size",
+        _VALID,
+    ),
+    ("accelerate", "accelerate.accelerator:Accelerator.num_processes", _ACCELERATE),
+    ("transformers", "transformers.training_args:TrainingArguments.world_size", _TRANSFORMERS),
+)
 _BY_SHARES = "a prompt's completions lie in shares of any size, which ranks do not follow in order"
 # (function, method of generation.py, fingerprint, reason)
 _TRL_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -318,6 +328,34 @@ def accelerate_patches(part: Any) -> PatchSet:
             for target, name, parameters, reason in _ACCELERATE_SEAMS
         ]
     )
+
+
+def width_patches(distribution: str, own_loops: Any) -> PatchSet:
+    """Have ``own_loops`` told by what lines the script reads the width; None: to list it only."""
+    return PatchSet(
+        [
+            PatchRecord(
+                target=target,
+                reason="it follows the workers, and the user is told the lines that multiply by it",
+                distribution=distribution,
+                valid=valid,
+                make=functools.partial(_told_of, own_loops),
+            )
+            for of, target, valid in _WIDTHS
+            if of == distribution
+        ]
+    )
+
+
+def _told_of(own_loops: Any, native: Any) -> Any:
+    read: Any = native.fget if isinstance(native, property) else native
+
+    @functools.wraps(read)
+    def width(self: Any) -> Any:
+        own_loops.asks(read.__name__)
+        return read(self)
+
+    return property(width) if isinstance(native, property) else width
 
 
 def processor_patches(finding: Callable[..., Any] | None) -> PatchSet:

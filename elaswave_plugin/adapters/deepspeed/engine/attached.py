@@ -13,6 +13,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import (
     Order,
     Reader,
 )
+from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
 from elaswave_plugin.adapters.deepspeed.engine.reads import Reads
 from elaswave_plugin.adapters.evaluation_passes import evaluation_hooks
 from elaswave_plugin.adapters.pass_hooks import PassHooks
@@ -76,6 +77,12 @@ class AttachedEngine:
         # Called once everyone leaves.
         self.at_leave: list[Callable[[], None]] = [patches.undo, self._unbound.stop]
         self._left = self._working = False
+        self.own_loops = OwnLoops(
+            worker,
+            width=len(worker.launch_slots),
+            evaluates=lambda: self._working and not engine.module.training,
+        )
+        self.at_leave.append(self.own_loops.end)
         if worker.config.last_checkpoint_dir is not None:
             worker.member.saves_last()
 
@@ -200,6 +207,10 @@ class AttachedEngine:
         """Work between steps that every worker calls; it starts again after a loss."""
         raise NotImplementedError
 
+    def mean(self, value: Any) -> torch.Tensor:
+        """The mean over the samples of all workers, of which ``value`` is that of this one's."""
+        raise NotImplementedError
+
     def _took_loader(self, loader: ElasticLoader) -> None:
         """The job has its loader."""
 
@@ -220,6 +231,12 @@ class AttachedEngine:
                 self._working = before
 
         return whole
+
+    # ---- after a loss ---------------------------------------------------------------------------
+
+    def _told_recovery(self, record: dict[str, object]) -> None:
+        self._recording.recovered(record)
+        self.own_loops.recovered()
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramewo
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
-from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
 from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss, Served
 from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
@@ -85,7 +84,7 @@ class EngineJob(AttachedEngine):
             worker,
             self._framework,
             on_commit=self._record,
-            on_recovered=self._recording.recovered,
+            on_recovered=self._told_recovery,
             state=self._state,
         )
         self._drafts = steps.drafts
@@ -94,7 +93,6 @@ class EngineJob(AttachedEngine):
         self.boundaries_follow = False
         # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
-        self.own_loops = OwnLoops(worker, width=self._width)
         self._own_loss = self._make_own_loss()
         self._stand_in = StandIn(engine.module)
         self._inputs: Any = None
@@ -268,7 +266,6 @@ class EngineJob(AttachedEngine):
             loader.reads.compare(loader.place)
         self._framework.resume()
         self._learn_output()
-        self.own_loops.recovered()
         for react in self.reactions:
             react()
 
@@ -435,6 +432,34 @@ class EngineJob(AttachedEngine):
             self.own_loops.loaded(steps=steps, samples=samples, batch=engine.train_batch_size())
         return loaded
 
+    @abandoning
+    def mean(self, value: Any) -> torch.Tensor:
+        """The mean over all samples of the iteration; ``value`` where the iteration is lost."""
+        self._check_no_work("elaswave_plugin.deepspeed.mean")
+        if not (self._iterates or self._loop.dead):
+            raise ConfigurationError(
+                "elaswave_plugin.deepspeed.mean is called between two steps, where a loss would"
+                " take the value of a worker: call it behind engine(batch), before engine.step()"
+            )
+        own = torch.as_tensor(value).detach().to(self._engine.device, torch.float64)
+
+        def work() -> torch.Tensor:
+            total = own * self._share_weight
+            dist.all_reduce(total)
+            return total / dist.get_world_size()
+
+        return self._call(work, instead=lambda: own)
+
+    @property
+    def _iterates(self) -> bool:
+        """True in an iteration, which a loss has made again."""
+        return self._loop.iteration > 0
+
+    @property
+    def _share_weight(self) -> float:
+        """The weight of a mean over this worker's samples of the iteration."""
+        return self._weight
+
     def load_weights(self, folder: Path) -> None:
         """Complete a step without batches, whose update is to have a checkpoint's trained weights.
 
@@ -521,6 +546,7 @@ class EngineJob(AttachedEngine):
         if not self._worker.detached:
             self._loop.call(self._framework.share, instead=lambda: None)
         self._loop.start()
+        self.own_loops.begin()
         self._sealed = True
 
     def _void(self, loader: ElasticLoader) -> Any:

@@ -1,20 +1,50 @@
 """Says once, when it begins to matter, what a loss changes for lines of a script's own loop."""
 
+from collections.abc import Callable
+
+from elaswave_plugin.adapters.script_lines import asking_line
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
 
-_PAGE = "docs/deepspeed.md"
+_PAGE, _MEAN = "docs/deepspeed.md", "elaswave_plugin.deepspeed.mean"
 
 
 class OwnLoops:
     """One worker's warnings of a loop that the script owns; rank 0 speaks for all."""
 
-    def __init__(self, worker: Worker, *, width: int) -> None:
-        """``width``: the workers of the launch."""
+    def __init__(
+        self, worker: Worker, *, width: int, evaluates: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``width``: the workers of the launch.
+
+        ``evaluates()``: whether an evaluation runs that starts again as a whole after a loss.
+        """
         self._worker = worker
+        self._is_whole = evaluates
         self._width = width
-        self._evaluation_told = self._shares_told = False
+        self._evaluation_told = False
+        # Lines of the script that ask for the width or for what all workers have: whether told.
+        self._lines: dict[str, bool] = {}
+        # Whether shares are others than those of the launch.
+        self._changed = False
+
+    def begin(self) -> None:
+        """Note from now on what lines of the script ask the groups for."""
+        self._worker.links.asked = self.asks
+
+    def end(self) -> None:
+        """Note nothing any more."""
+        self._worker.links.asked = None
+
+    def asks(self, call: str | None = None) -> None:
+        """Note the line that asks, and warn of it where workers are missing; `asking_line`."""
+        if self._worker.links.asked is None or self._is_whole():
+            return
+        line = asking_line(call)
+        if line is not None and line not in self._lines:
+            self._lines[line] = False
+            self._tell()
 
     def evaluates(self) -> None:
         """Warn of a pass of an evaluation that is not work of `run`, where workers are missing."""
@@ -40,19 +70,33 @@ class OwnLoops:
         )
 
     def recovered(self) -> None:
-        """Warn where workers have unequal shares of an iteration from now on."""
-        shares = self._worker.dataflow
-        if self._shares_told or not self._worker.owns_rank_0 or not isinstance(shares, Shares):
+        """Warn of the lines that ask, where shares are others than those of the launch."""
+        self._changed = len(self._worker.view.ranks) != self._width or len(self._sizes()) > 1
+        self._tell()
+
+    def _tell(self) -> None:
+        lines = [line for line, told in self._lines.items() if not told]
+        if not (lines and self._changed):
             return
-        sizes = {stop - start for _, start, stop in shares.intervals}
-        if len(sizes) == 1:
+        self._lines |= dict.fromkeys(lines, True)
+        if not self._worker.owns_rank_0:
             return
-        self._shares_told = True
+        sizes = " or ".join(map(str, sorted(self._sizes())))
+        shares, mean = f" with {sizes} samples of an iteration each", f"{_MEAN}(engine, value)"
+        if not sizes:
+            shares, mean = "", "what engine.train_batch returns"
         say(
-            f"workers have {min(sizes)} or {max(sizes)} samples of an iteration from now on: the"
-            " gradients are weighted by them, and a mean over the workers that the script takes of"
-            f" its losses has to be as well ({_PAGE})"
+            f"the job has {len(self._worker.view.ranks)} workers now ({self._width} at the launch)"
+            f"{shares}: the numbers of {', '.join(lines)} follow them; take a mean over workers by"
+            f" {mean}, and multiply by a width that was asked for before the loop ({_PAGE})"
         )
+
+    def _sizes(self) -> set[int]:
+        """The samples that workers have of an iteration; none in a pipeline."""
+        shares = self._worker.dataflow
+        if not isinstance(shares, Shares):
+            return set()
+        return {stop - start for _, start, stop in shares.intervals}
 
     def leaves_first_epoch(self, taken: int, void: int) -> None:
         """Warn where a script leaves its first epoch of the data after void batches."""

@@ -145,6 +145,15 @@ class TrainerJob(EngineJob):
         with weighed_by(weigh):
             yield
 
+    @property
+    def _iterates(self) -> bool:
+        # A batch of a Trainer that generates its samples is cut, and weighed by what it generates.
+        return self._loop.inside and bool(self._drawn) and self.pieces == 1
+
+    @property
+    def _share_weight(self) -> float:
+        return self._drawn[self._number][0]
+
     def _mean_loss(self) -> tuple[float, int, Holders]:
         if len(self._losses) != len(self._passed):
             raise ConfigurationError(

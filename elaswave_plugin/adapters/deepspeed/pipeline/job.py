@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe import schedule
 
+from elaswave_plugin.adapters.deepspeed.compat.patches import width_patches
 from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_engine,
     check_last_batch,
@@ -120,7 +121,7 @@ class PipelineJob(AttachedEngine):
             worker,
             framework,
             on_commit=self._record,
-            on_recovered=self._recording.recovered,
+            on_recovered=self._told_recovery,
             state=self._state,
         )
         self._drafts = steps.drafts
@@ -191,6 +192,10 @@ class PipelineJob(AttachedEngine):
             check_schedules(self._engine)
             self._framework.begin()
             self._loop.start()
+            widths = width_patches("deepspeed", self.own_loops)
+            widths.apply()
+            self.at_leave.append(widths.undo)
+            self.own_loops.begin()
             self._sealed = True
 
     def _attempt(self, native: Callable[[], Any]) -> StepReport:
@@ -446,6 +451,14 @@ class PipelineJob(AttachedEngine):
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
         return self._between_steps(work, phase=phase)
+
+    @abandoning
+    def mean(self, value: Any) -> NoReturn:
+        """Refused: `train_batch` returns the mean."""
+        raise ConfigurationError(
+            "elaswave_plugin.deepspeed.mean is called with the engine of a pipeline, which has no"
+            " samples of a worker's own; take what engine.train_batch returns, the mean over all"
+        )
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         write = partial(self._framework.save, native)
