@@ -27,6 +27,7 @@ OWN_CALLS = EngineSpec(script=str(SCRIPTS / "own_calls.py"), nproc=3, global_bat
         ("gan", 1, "deepspeed.initialize was called a second time"),
         ("unbound", 0, "an optimizer that is not bound (SGD) steps in this job"),
         ("unbound", 2, "an optimizer that is not bound (SGD) steps in this job"),
+        ("mean", 1, "elaswave_plugin.deepspeed.mean is called between two steps"),
         ("twin", 1, "deepspeed.initialize was called a second time"),
     ],
 )

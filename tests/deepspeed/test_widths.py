@@ -77,6 +77,7 @@ def test_the_lines_that_follow_the_number_of_workers_are_told_once(
         assert undisturbed["samples"] == spec.global_batch
         if one != undisturbed:
             assert one["samples"] == 8
+            assert one["evaluated"] == pytest.approx(undisturbed["evaluated"] * 2 / 3, rel=0.05)
             assert one["once"] == pytest.approx(undisturbed["mean"] * 2 / 3, rel=0.05)
     assert found(killed)[0][:3] == found(whole)[0][:3] and found(killed)[0][3]["samples"] == 8
 

@@ -4,7 +4,7 @@
 a fixed number of batches from one iterator; "enumerate": each epoch is left by a count of batches;
 "second", "gan", "twin": a second engine, with the section, without it (the loop trains it as well),
 and the one without first; "unbound", "nested": an optimizer of torch's beside the engine, and one
-that the engine's drives.
+that the engine's drives; "mean": a mean between two steps.
 How many batches and steps each worker saw goes to own-calls-PID.json beside the configuration.
 """
 
@@ -19,6 +19,8 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.runtime.dataloader import RepeatingLoader
+
+import elaswave_plugin.deepspeed
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_deepspeed import GPT, TextDataset
@@ -65,6 +67,8 @@ def main() -> None:
         other, *_ = initialize(config if args.what == "second" else plain)
     if args.what == "compiled_autograd":
         engine.compile(compiled_autograd_enabled=True)
+    if args.what == "mean":
+        elaswave_plugin.deepspeed.mean(engine, 1.0)
     judge = torch.nn.Linear(4, 1)
     of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
     if args.what == "nested":

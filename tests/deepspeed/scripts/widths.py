@@ -6,6 +6,7 @@ the configuration.
 """
 
 import argparse
+import collections
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
+
+import elaswave_plugin.deepspeed
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_deepspeed import GPT, TextDataset
@@ -29,10 +32,19 @@ def recipe() -> str:
     return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
 
 
-def lines(engine, loader, steps, found):
+def lines(engine, loader, dataset, steps, found):
     """Sums of all kinds, each divided by the width of the launch, and products of the width."""
     world = dist.get_world_size()
     batch = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+
+    def evaluate():
+        engine.eval()
+        mean = torch.tensor(float(engine(*held_out)))
+        dist.all_reduce(mean)  # told: all_reduce
+        engine.train()
+        return float(mean / world)
+
+    held_out = [torch.stack(one) for one in zip(*(dataset[place] for place in (0, 1)), strict=True)]
     for tokens, labels in loader:
         before = engine.global_steps
         loss = engine(tokens, labels)
@@ -55,6 +67,7 @@ def lines(engine, loader, steps, found):
         found.append(
             {
                 "once": float(total / world),
+                "evaluated": elaswave_plugin.deepspeed.run(engine, evaluate),
                 "mean": float(mean),
                 "by_deepspeed": float(by_deepspeed / world),
                 "gathered": sum(several) / world,
@@ -82,11 +95,8 @@ def main() -> None:
     )
     found = []
     if args.what == "lines":
-        lines(engine, loader, args.steps, found)
+        lines(engine, loader, dataset, args.steps, found)
     else:
-        import collections
-
-        import elaswave_plugin.deepspeed
 
         def noted(step, value):
             found.append((step, value))

@@ -1,7 +1,5 @@
 """Says once, when it begins to matter, what a loss changes for lines of a script's own loop."""
 
-from collections.abc import Callable
-
 from elaswave_plugin.adapters.script_lines import asking_line
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.ipc.console import say
@@ -13,15 +11,9 @@ _PAGE, _MEAN = "docs/deepspeed.md", "elaswave_plugin.deepspeed.mean"
 class OwnLoops:
     """One worker's warnings of a loop that the script owns; rank 0 speaks for all."""
 
-    def __init__(
-        self, worker: Worker, *, width: int, evaluates: Callable[[], bool] = lambda: False
-    ) -> None:
-        """``width``: the workers of the launch.
-
-        ``evaluates()``: whether an evaluation runs that starts again as a whole after a loss.
-        """
+    def __init__(self, worker: Worker, *, width: int) -> None:
+        """``width``: the workers of the launch."""
         self._worker = worker
-        self._is_whole = evaluates
         self._width = width
         self._evaluation_told = False
         # Lines of the script that ask for the width or for what all workers have: whether told.
@@ -39,7 +31,7 @@ class OwnLoops:
 
     def asks(self, call: str | None = None) -> None:
         """Note the line that asks, and warn of it where workers are missing; `asking_line`."""
-        if self._worker.links.asked is None or self._is_whole():
+        if self._worker.links.asked is None:
             return
         line = asking_line(call)
         if line is not None and line not in self._lines:
@@ -84,11 +76,12 @@ class OwnLoops:
         sizes = " or ".join(map(str, sorted(self._sizes())))
         shares, mean = f" with {sizes} samples of an iteration each", f"{_MEAN}(engine, value)"
         if not sizes:
-            shares, mean = "", "what engine.train_batch returns"
+            shares, mean = "", "the result of engine.train_batch"
         say(
             f"the job has {len(self._worker.view.ranks)} workers now ({self._width} at the launch)"
-            f"{shares}: the numbers of {', '.join(lines)} follow them; take a mean over workers by"
-            f" {mean}, and multiply by a width that was asked for before the loop ({_PAGE})"
+            f"{shares}: the numbers of {', '.join(lines)} follow them; take a mean of the step by"
+            f" {mean}, divide sums of an evaluation by its samples, and multiply by a width of"
+            f" before the loop ({_PAGE})"
         )
 
     def _sizes(self) -> set[int]:
