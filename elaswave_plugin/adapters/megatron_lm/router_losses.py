@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.adapters.megatron.compat import rng
@@ -41,8 +44,9 @@ class RouterLosses:
                 router.register_forward_hook(self._take)
 
     def begin(self) -> None:
-        """A step begins, or begins again."""
+        """A step begins, or begins again; what an interrupted pass has left in the table goes."""
         self._mine.clear()
+        clear_aux_losses_tracker()
 
     def _take(self, router: Any, inputs: Any, output: Any) -> None:
         microbatch = rng.keyed_microbatch()
@@ -65,8 +69,9 @@ class RouterLosses:
             for name, of_worker in theirs.items():
                 known = rows.setdefault(name, {})
                 for place, row in of_worker.items():
-                    # Stages have layers of their own: all others of a row are 0.
-                    known[place] = known[place] + row if place in known else row
+                    # Stages have layers of their own: all others of a row are 0. The proof of who
+                    # has come runs a micro-batch twice, with the same result.
+                    known[place] = torch.where(row == 0, known.get(place, row), row)
         self._totals = {
             name: self._total(name, of_name, num_microbatches)
             for name, of_name in sorted(rows.items())
