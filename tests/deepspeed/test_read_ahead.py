@@ -50,6 +50,11 @@ def epoch_of(loader: ElasticLoader, share: tuple[int, int]) -> list[Sample]:
     return found
 
 
+def drawn_by(samples: list[Sample]) -> dict[int, float]:
+    """The draw of each sample."""
+    return {number: drawn for number, _, drawn in samples}
+
+
 def test_processes_read_the_shares_of_a_worker() -> None:
     ahead, here = loader_of(1), loader_of(0)
     for share in ((0, 2), (1, 4)):
@@ -63,12 +68,19 @@ def test_draws_go_by_the_seed_in_any_process_and_the_script_has_its_own() -> Non
     torch.manual_seed(7)
     wanted = torch.rand(2)
     torch.manual_seed(7)
-    one, other = loader_of(1), loader_of(2)
-    first, second = epoch_of(one, (0, 2)), epoch_of(other, (0, 2))
-    assert [drawn for _, _, drawn in first] == [drawn for _, _, drawn in second]
+    found = [drawn_by(epoch_of(loader_of(number), (0, 2))) for number in (0, 1, 2)]
+    assert found[0] == found[1] == found[2]
     assert torch.equal(torch.rand(2), wanted)
-    of_another_seed = epoch_of(loader_of(1, seed=1), (0, 2))
-    assert not {drawn for _, _, drawn in of_another_seed} & {drawn for _, _, drawn in first}
+    of_another_seed = drawn_by(epoch_of(loader_of(1, seed=1), (0, 2)))
+    assert not {*of_another_seed.values()} & {*found[0].values()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_draws_the_same_in_a_share_of_another_size(num_workers: int) -> None:
+    whole = drawn_by(epoch_of(loader_of(num_workers), (0, 4)))
+    assert len(whole) == 24
+    for share in ((0, 2), (1, 4))[num_workers:]:
+        assert drawn_by(epoch_of(loader_of(num_workers), share)).items() < whole.items()
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")

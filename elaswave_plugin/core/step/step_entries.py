@@ -118,7 +118,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
         "generators of torch, its device, NumPy and Python",
         _DEEPSPEED,
         "put back; torch is keyed by step and first sample. After a loss shares are larger, and "
-        "draws for a share differ from those of the undisturbed run",
+        "draws for a share differ from those of the undisturbed run. What an item of a dataset "
+        "draws follows from its place in the data",
         "from a survivor",
         "-",
         "the random generators",

@@ -189,6 +189,7 @@ class AttachedEngine:
             reads=reads,
             sampler=sampler,
             like=like,
+            seed=self._seed,
         )
         self._framework.loader = loader
         self._took_loader(loader)

@@ -556,8 +556,8 @@ class EngineJob(AttachedEngine):
         if loader.reads.due != BATCH:
             return None
         items = loader.void_items()
-        start, stop = self._shares(len(items)).interval(self._worker.slot)
-        return loader.batch(items[start:stop])
+        interval = self._shares(len(items)).interval(self._worker.slot)
+        return loader.batch(loader.request(items, interval))
 
     def _shares(self, num_samples: int) -> Shares:
         worker, shares = self._worker, self._worker.dataflow

@@ -39,8 +39,8 @@ class Share:
     ids: tuple[int, ...]
 
 
-class _Request(NamedTuple):
-    """A share of an iteration: items from ``start`` on."""
+class Request(NamedTuple):
+    """Items to read, of the iteration at ``place``, from its ``start`` on."""
 
     place: int
     start: int
@@ -161,7 +161,7 @@ class ElasticLoader:
         """``reads``: what the script has asked of it; None where it does not ask by itself.
 
         ``sampler``: the script's own, whose ``set_epoch`` is followed; ``like``: the script's
-        loader, whose processes, if it has any, read ahead, with draws by the job's ``seed``.
+        loader, whose processes, if it has any, read ahead; ``seed``: of the job, for draws.
         """
         self.reads = Reads(counts=False) if reads is None else reads
         self._reader = reader
@@ -172,7 +172,7 @@ class ElasticLoader:
         self._seed = seed
         self._ahead: ReadAhead | None = None
         if like is not None and like.num_workers:
-            self._ahead = ReadAhead(self._read_apart, self._request, like=like)
+            self._ahead = ReadAhead(self.batch, self._following, like=like)
         self.position = Position()
         self._epoch = -1
         # Where an epoch was left before its end, so that a redo leaves it there again.
@@ -329,35 +329,42 @@ class ElasticLoader:
     def read(self, items: Sequence[int], interval: tuple[int, int]) -> tuple[Share, Any]:
         """The share [start, stop) of an iteration's ``items``, and its batch; moves on."""
         start, stop = interval
-        here = self.position
-        first = here.served
-        share = Share(items=tuple(items[start:stop]), ids=tuple(range(first + start, first + stop)))
+        first = self.position.served
+        request = self.request(items, interval)
+        share = Share(items=request.items, ids=tuple(range(first + start, first + stop)))
         if self._ahead is None:
-            batch = self.batch(share.items)
+            batch = self.batch(request)
         else:
-            key = Key(here.epoch * _EPOCH + here.iteration, interval)
-            batch = self._ahead.take(key, _Request(key.place, start, share.items))
+            batch = self._ahead.take(Key(request.place, interval), request)
         self.advance(len(items))
         return share, batch
 
-    def _request(self, key: Key) -> "_Request | None":
+    def request(self, items: Sequence[int], interval: tuple[int, int]) -> Request:
+        """Return what to read for a part of the ``items`` of the iteration that is next."""
+        here, (start, stop) = self.position, interval
+        return Request(here.epoch * _EPOCH + here.iteration, start, tuple(items[start:stop]))
+
+    def _following(self, key: Key) -> Request | None:
         """Return what to read for a share of an iteration; None behind the end of its epoch."""
         epoch, iteration = divmod(key.place, _EPOCH)
         if iteration >= self._order.iterations_of(epoch):
             return None
         assert isinstance(key.part, tuple)
         start, stop = key.part
-        return _Request(key.place, start, tuple(self._order.items(epoch, iteration)[start:stop]))
+        return Request(key.place, start, tuple(self._order.items(epoch, iteration)[start:stop]))
 
-    def _read_apart(self, request: "_Request") -> Any:
-        """Read a share, whose draws are alike in any process and change none of the script's."""
+    def batch(self, request: Request) -> Any:
+        """These items of the dataset, collated.
+
+        What an item draws follows from its place in the data, in any share and any process, and
+        the script's own generators do not notice.
+        """
         with undone_numbers():
-            seed_host(draw_key(self._seed, request.place, request.start))
-            return self.batch(request.items)
-
-    def batch(self, items: Sequence[int]) -> Any:
-        """These items of the dataset, collated."""
-        return self._collate([self.dataset[item] for item in items])
+            samples = []
+            for number, item in enumerate(request.items, request.start):
+                seed_host(draw_key(self._seed, request.place, number))
+                samples.append(self.dataset[item])
+            return self._collate(samples)
 
     def advance(self, count: int) -> None:
         """Advance past a served iteration of ``count`` samples."""

@@ -26,7 +26,12 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
 )
 from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, abandoning
 from elaswave_plugin.adapters.deepspeed.engine.checkpoint import load_checked, save_whole
-from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
+from elaswave_plugin.adapters.deepspeed.engine.loader import (
+    ElasticLoader,
+    Reader,
+    Request,
+    tokens_of,
+)
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads
 from elaswave_plugin.adapters.deepspeed.pipeline.framework import PipelineFramework
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import launch_replicas
@@ -60,7 +65,7 @@ class Microbatch(NamedTuple):
     """One micro-batch of a step: items of the dataset; ids number them over the job."""
 
     number: int
-    items: tuple[int, ...]
+    request: Request
     ids: tuple[int, ...]
 
 
@@ -346,7 +351,7 @@ class PipelineJob(AttachedEngine):
                 found.append(
                     Microbatch(
                         len(found),
-                        tuple(items[start : start + size]),
+                        loader.request(items, (start, start + size)),
                         tuple(range(first + start, first + start + size)),
                     )
                 )
@@ -368,9 +373,9 @@ class PipelineJob(AttachedEngine):
         assert loader is not None
         for number in self._own_microbatches():
             one = self._step[number]
-            batch = loader.batch(one.items)
+            batch, items = loader.batch(one.request), one.request.items
             if self._engine.is_first_stage():
-                self._tokens += tokens_of(batch, len(one.items))
+                self._tokens += tokens_of(batch, len(items))
                 worker.ledger.emit(
                     "consumed",
                     slot=worker.slot,
@@ -378,7 +383,7 @@ class PipelineJob(AttachedEngine):
                     step=worker.completed,
                     k=number,
                     samples=list(one.ids),
-                    items=list(one.items),
+                    items=list(items),
                 )
             yield batch
 
