@@ -1,8 +1,11 @@
 """The processes of a loader read ahead: the same samples, before a loss and after it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, GlobalOrder
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import check_recovered
@@ -25,16 +28,20 @@ class Told(torch.utils.data.Dataset[tuple[int, bool, float]]):
 Sample = tuple[int, bool, float]
 
 
-def loader_of(num_workers: int, *, seed: int = 0) -> ElasticLoader:
-    """A loader of two replicas with two samples each, in a job of this seed."""
-    order = GlobalOrder(
+def order_of_two() -> GlobalOrder:
+    """The order of two replicas with two samples each."""
+    return GlobalOrder(
         24, num_replicas=2, micro_batch_size=2, shuffle=True, seed=3, drop_last=False
     )
+
+
+def loader_of(num_workers: int, *, seed: int = 0) -> ElasticLoader:
+    """A loader of them, in a job of this seed."""
     like = torch.utils.data.DataLoader[Sample](Told(), num_workers=num_workers)
     return ElasticLoader(
         None,  # type: ignore[arg-type]
         Told(),
-        order,
+        order_of_two(),
         collate=list,
         like=like,
         seed=seed,
@@ -73,6 +80,21 @@ def test_draws_go_by_the_seed_in_any_process_and_the_script_has_its_own() -> Non
     assert torch.equal(torch.rand(2), wanted)
     of_another_seed = drawn_by(epoch_of(loader_of(1, seed=1), (0, 2)))
     assert not {*of_another_seed.values()} & {*found[0].values()}
+
+
+def test_the_loader_of_a_job_draws_by_its_seed() -> None:
+    worker = SimpleNamespace(detached=False)
+    framework = SimpleNamespace(loader=None)
+    job = SimpleNamespace(
+        _worker=worker, _framework=framework, _reader=None, _took_loader=lambda _: None, _seed=5
+    )
+    taken = AttachedEngine.take_order(
+        job,  # type: ignore[arg-type]
+        Told(),
+        order_of_two,
+        collate=list,
+    )
+    assert drawn_by(epoch_of(taken, (0, 2))) == drawn_by(epoch_of(loader_of(0, seed=5), (0, 2)))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
