@@ -15,15 +15,16 @@ _ASKED = (
     "losses",
 )
 _THROUGH = (
-    *("torch", "deepspeed.comm", "deepspeed.utils", "accelerate", "transformers.training_args"),
-    *("typing_extensions", "megatron.core.parallel_state"),
+    *("torch.", "deepspeed.comm.", "deepspeed.utils.", "accelerate."),
+    *("transformers.training_args.", "typing_extensions.", "megatron.core.parallel_state."),
 )
 # Decorators of these.
 _WRAPPERS = ("wrapper", "log_wrapper", "decorate_context")
-_OWN = "elaswave_plugin"
+_OWN = ("elaswave_plugin.",)
 # Of these, whatever else asks does so for its own work.
 _FRAMEWORKS = (
-    *(_OWN, "torch", "deepspeed", "accelerate", "transformers", "trl", "peft", "megatron.core"),
+    *(*_OWN, "torch.", "deepspeed.", "accelerate.", "transformers.", "trl.", "peft."),
+    "megatron.core.",
 )
 
 
@@ -34,23 +35,21 @@ def asking_line(call: str | None = None) -> str | None:
     """
     frame: FrameType | None = sys._getframe()
     named = ""
-    while frame is not None and _is_in(frame, (_OWN,)):
+    while frame is not None and _module_of(frame).startswith(_OWN):
         named, frame = frame.f_code.co_name, frame.f_back
-    while frame is not None and _is_in(frame, _THROUGH):
+    while frame is not None and _module_of(frame).startswith(_THROUGH):
         if frame.f_code.co_name not in _WRAPPERS:
             named = frame.f_code.co_name
         frame = frame.f_back
     named = call or named
-    if frame is None or named not in _ASKED or _is_in(frame, _FRAMEWORKS):
+    if frame is None or named not in _ASKED:
         return None
-    if _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
+    module = _module_of(frame)
+    if module.startswith(_FRAMEWORKS) or module.partition(".")[0] in sys.stdlib_module_names:
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({named})"
 
 
 def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_in(frame: FrameType, packages: tuple[str, ...]) -> bool:
-    return f"{_module_of(frame)}.".startswith(tuple(f"{package}." for package in packages))
+    """Return the name of its module, with a dot behind it: of each call of a framework too."""
+    return f"{frame.f_globals.get('__name__', '')}."

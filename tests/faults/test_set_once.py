@@ -1,4 +1,4 @@
-"""What train_step sets once, by a variable that no plugin sees, stays set in a redo."""
+"""Weights and rates that train_step sets once, by a variable that no plugin sees, stay set."""
 
 from dataclasses import replace
 from pathlib import Path
