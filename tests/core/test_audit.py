@@ -49,3 +49,17 @@ def test_steps_that_skip_samples_or_repeat_them_are_found() -> None:
     repeated = [{**line, "samples": ledger[0]["samples"]} for line in ledger[:2]]
     assert counted(steps, [*repeated, *ledger[2:]]) == (2, 2)
     assert counted(steps, ledger[2:]) == (BATCH, 0), "of step 0"
+
+
+def test_samples_of_the_steps_before_a_checkpoint_that_come_again_are_repeated() -> None:
+    """The steps of a job that is resumed may be counted from 0, and its samples not from there."""
+    steps, ledger = job(0, 3)
+
+    def told(trained: int, first: int) -> list[dict[str, Any]]:
+        lines = [{**line, "samples": [first + one for one in line["samples"]]} for line in ledger]
+        return [{**line, "trained": trained} for line in lines[:2]] + lines[2:]
+
+    assert counted(steps, told(20, 20)) == (0, 0)
+    assert counted(steps, told(20, 12)) == (0, 8)
+    assert counted(steps, told(100, 0)) == (0, 4 * BATCH)
+    assert counted(steps, told(20, 24)) == (4, 0)

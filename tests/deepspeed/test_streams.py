@@ -170,6 +170,29 @@ def test_a_generator_is_seeded_in_each_pass_as_accelerate_does() -> None:
     assert read([0, 1]) == read([1]) != read([0])
 
 
+def test_a_stream_that_draws_on_is_read_to_where_a_pass_begins_and_others_go_there_at_once() -> (
+    None
+):
+    class Turning(Numbers):
+        draws = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.draws += 1
+            return iter([100 * self.draws + one for one in super().__iter__()])
+
+    order = ours(12, dispatches=True, drop_last=False)
+    order._stream = Turning(12)
+    order.go_to(2)
+    items = order.items(2, 1)
+    assert [order[item] for item in items] == [*range(306, 312)]
+    numbered = ours(12, dispatches=True, drop_last=False)
+    numbered._stream = Stateful(12)
+    numbered.go_to(2)
+    items = numbered.items(2, 1)
+    assert [numbered[item] for item in items] == [*range(2006, 2012)]
+    assert numbered._stream.read == 12
+
+
 def test_tensors_of_any_layout_are_compared() -> None:
     table = torch.arange(12).view(6, 2)
     order = ours(6, dispatches=True, drop_last=False)

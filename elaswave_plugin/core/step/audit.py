@@ -19,8 +19,14 @@ def counting_views(steps: Iterable[Record]) -> dict[int, int]:
 
 
 def first_of(views: Mapping[int, int], ledger: Sequence[Record]) -> tuple[int, int]:
-    """Return the first step of a job and its first sample: not 0 and 0 after a checkpoint."""
+    """Return the first step of a job and its first sample: not 0 and 0 after a checkpoint.
+
+    Samples below those on which the steps of the checkpoint have ``trained`` are trained on again.
+    """
     step = min((*views, *(line["step"] for line in ledger)), default=0)
+    trained = max((line.get("trained", 0) for line in ledger), default=0)
+    if trained:
+        return step, trained
     samples = (one for line in ledger if line["step"] == step for one in line["samples"])
     return step, min(samples, default=0) if step else 0
 

@@ -6,6 +6,7 @@ Each process writes what its callbacks saw to DIR/tape-PID.json: [event, global_
 import argparse
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,8 +88,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=int)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume")
+    parser.add_argument("--ignore-data-skip", action="store_true")
     parser.add_argument("--seq2seq", action="store_true", help="T5, which generates to evaluate")
-    kinds = ("plain", "shuffled", "drawn", *StatefulStream.KINDS)
+    kinds = ("plain", "shuffled", "drawn", "turning", *StatefulStream.KINDS)
     parser.add_argument("--stream", choices=kinds, help="iterable data")
     parser.add_argument("--no-dispatch", action="store_true", help="each process reads it all")
     parser.add_argument("--quantized", action="store_true", help="all but adapters, in four bits")
@@ -132,6 +134,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         save_strategy="steps" if args.save else "no",
         save_steps=args.save or 500,
         save_total_limit=2,
+        ignore_data_skip=args.ignore_data_skip,
         load_best_model_at_end=args.best,
         # The loss falls, so the best is not the last.
         greater_is_better=True if args.best else None,
@@ -157,6 +160,18 @@ class Stream(IterableDataset):
         count = len(self.dataset)
         for place in range(count):
             shift = int(torch.randint(count, ())) if self.draws else self.epoch
+            yield self.dataset[(place + shift) % count]
+
+
+class TurningStream(IterableDataset):
+    """Samples of which each pass begins at another one, by what it drew before."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.draws = dataset, random.Random(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        count, shift = len(self.dataset), self.draws.randrange(1000)
+        for place in range(count):
             yield self.dataset[(place + shift) % count]
 
 
@@ -190,6 +205,8 @@ def streamed(dataset: Any, kind: str | None) -> Any:
     """The dataset as a stream of a kind, or itself."""
     if kind in StatefulStream.KINDS:
         return StatefulStream(dataset, kind)
+    if kind == "turning":
+        return TurningStream(dataset)
     if kind == "shuffled":
         import datasets
 

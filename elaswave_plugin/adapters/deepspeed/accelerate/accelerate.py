@@ -240,6 +240,16 @@ class AcceleratedJob:
             self._told_s = time.monotonic()
             self._loop.worker.remember(stream=stream.tell(epoch, first))
 
+    @property
+    def streams(self) -> bool:
+        """True if the training data is a stream."""
+        return self._stream is not None
+
+    def go_to(self, epoch: int) -> None:
+        """Have a stream be where it begins an epoch; for a job that is resumed there."""
+        assert self._stream is not None
+        self._stream.go_to(epoch)
+
     def ends_before(self, epoch: int, iteration: int) -> bool:
         """Return whether a stream, whose length nobody knows, has ended before an iteration."""
         return self._stream is not None and self._stream.ends_before(epoch, iteration)

@@ -181,12 +181,11 @@ class StreamOrder:
             if self._initial is not None:
                 self._stream.load_state_dict(copy.deepcopy(self._initial[0]))
             number = self._numbers.get(epoch, epoch)
-            generator = getattr(self._stream, "generator", None)
             if hasattr(self._stream, "set_epoch"):
                 self._stream.set_epoch(number)
-            elif isinstance(generator, torch.Generator):
+            elif self._generator is not None:
                 # As Accelerate does, and the Trainer's page on iterable datasets says.
-                generator.manual_seed(number)
+                self._generator.manual_seed(number)
             here = _Pass(self._stream, update=self._update, keeps_states=self._keeps_states)
             self._passes = {
                 number: one for number, one in self._passes.items() if number == epoch - 1
@@ -195,6 +194,22 @@ class StreamOrder:
         here.read_to(place)
         self._here = here
         return here
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        """The generator by which a stream shuffles its passes, if it has one."""
+        found = getattr(self._stream, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+    def go_to(self, epoch: int) -> None:
+        """Be where an epoch begins, which may follow from what the stream drew before.
+
+        A stream that is told the number of its pass is there at once.
+        """
+        if hasattr(self._stream, "set_epoch") or self._generator is not None:
+            return
+        for number in range(epoch):
+            self.be_at(number, 0).read_to(sys.maxsize)
 
     @property
     def _update(self) -> int:

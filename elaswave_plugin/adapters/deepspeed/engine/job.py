@@ -103,6 +103,8 @@ class EngineJob(AttachedEngine):
         self._tokens = 0
         self._iterations = 0
         self._sealed = False
+        # Samples of the steps before the first one, in a job that is resumed; None if not known.
+        self._trained: int | None = None
         # Whether the step has batches; one that loads weights has none.
         self._trains = True
         # Whether a call of ours runs now, that can absorb a loss.
@@ -595,6 +597,7 @@ class EngineJob(AttachedEngine):
             k=iteration,
             samples=list(mine.ids),
             items=list(mine.items),
+            **({} if step or self._trained is None else {"trained": self._trained}),
         )
         return batch
 

@@ -22,6 +22,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
 from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+from elaswave_plugin.adapters.deepspeed.hf_trainer.resumed import place_of
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
 from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn, Weighing
 from elaswave_plugin.errors import ConfigurationError
@@ -42,8 +43,10 @@ class TrainerHooks:
         self._update: Update | None = None
         # Of a Trainer that generates its samples.
         self._generation: Generation | None = None
-        # On a worker that came later: the epoch and iteration where it goes on with the others.
-        self._joins: tuple[int, int] | None = None
+        # The epoch and iteration of the first step: on a worker that came later, where it goes on
+        # with the others, and in a stream where a checkpoint was written.
+        self._begins: tuple[int, int] | None = None
+        self._comes_later = False
         # Micro-batches of the update that were returned, and the operations of each.
         self._made = 0
         self._operations: list[float] = []
@@ -61,11 +64,14 @@ class TrainerHooks:
         """One pass over the data; the first one takes the Trainer's methods over."""
         if self._trainer is None:
             self._take(trainer, given["train_dataloader"])
-            self._joins = self._job.enter()
-        if self._joins is not None:
-            if given["epoch"] < self._joins[0]:
+            self._begins = self._job.enter()
+            self._comes_later = self._begins is not None
+            if not self._comes_later and given["resume_from_checkpoint"] is not None:
+                self._resume(given)
+        if self._begins is not None:
+            if given["epoch"] < self._begins[0]:
                 return
-            given |= self._take_up(*self._joins)
+            given |= self._take_up(*self._begins)
         first = 0
         if given["epoch"] == given["epochs_trained"] and not trainer.args.ignore_data_skip:
             first = given["steps_trained_in_current_epoch"]
@@ -75,17 +81,45 @@ class TrainerHooks:
         self._prepared.end()
 
     def _take_up(self, epoch: int, first: int) -> dict[str, Any]:
-        """Be in the epoch of the others, as if the job were resumed there from a checkpoint."""
-        self._joins = None
+        """Be in an epoch as if the job were resumed there from a checkpoint."""
+        self._begins = None
+        there = {"epochs_trained": epoch, "steps_trained_in_current_epoch": first}
+        if not self._comes_later:
+            return there
         # Callbacks have seen the epochs that went by.
         self._job.put_back()
         self._trainer.args.ignore_data_skip = False
-        return {
-            "epochs_trained": epoch,
-            "steps_trained_in_current_epoch": first,
-            # There is none: the state came from the others.
-            "resume_from_checkpoint": os.devnull if first else None,
-        }
+        # There is no checkpoint: the state came from the others.
+        return there | {"resume_from_checkpoint": os.devnull if first else None}
+
+    @ends_in_a_sentence
+    def _resume(self, given: dict[str, Any]) -> None:
+        """Begin behind the steps of a checkpoint, also where the Trainer does not know the pass.
+
+        It takes the first pass over a stream for as long as the training.
+        """
+        assert self._loader is not None
+        engine, ignores = self._job.engine, self._trainer.args.ignore_data_skip
+        width, micro_batch_size = self._job.batch_shape
+        size, made = width * micro_batch_size, int(self._trainer.state.global_step)
+        begins = given["epochs_trained"], given["steps_trained_in_current_epoch"]
+        if self._accelerated.streams:
+            trained = made * engine.train_batch_size()
+            if engine.global_steps:
+                trained = made * int(engine.global_samples) // int(engine.global_steps)
+            folder = Path(given["resume_from_checkpoint"])
+            place = place_of(folder, samples=trained, per_update=engine.train_batch_size())
+            here = place[0], place[1] // size
+            if not ignores:
+                self._accelerated.go_to(here[0])
+                self._begins = begins = here
+        else:
+            trained = made * engine.train_batch_size()
+            updates = made % given["num_update_steps_per_epoch"]
+            here = begins[0], updates * self._trainer.args.gradient_accumulation_steps
+        # Where the epoch is another one, it is the first one, from its front.
+        ahead = here[1] - begins[1] if here[0] == begins[0] else trained // size
+        self._job.follow_steps(self._loader, samples=trained, read_again=ahead * size)
 
     @ends_in_a_sentence
     def _take(self, trainer: Any, prepared: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -79,6 +80,14 @@ class TrainerJob(EngineJob):
     def has_to_enter(self) -> bool:
         """True on a worker that came later, until it has a part in the steps of the others."""
         return self._worker.detached
+
+    def follow_steps(self, loader: ElasticLoader, *, samples: int, read_again: int) -> None:
+        """Number the samples after those of the steps of a checkpoint, for the audit.
+
+        ``read_again``: how many of the last ones come first.
+        """
+        self._trained = samples
+        loader.position = replace(loader.position, served=samples - read_again)
 
     def put_back(self) -> None:
         """Have all state as it was before the step that comes next."""
