@@ -19,7 +19,7 @@ def place_of(folder: Path, *, samples: int, per_update: int) -> tuple[int, int]:
     state = json.loads((folder / TRAINER_STATE_NAME).read_text())
     made, most = state["global_step"], state["max_steps"]
     number, part = divmod(state["epoch"], 1)
-    control = state["stateful_callbacks"].get("TrainerControl", {}).get("args", {})
+    control = state.get("stateful_callbacks", {}).get("TrainerControl", {}).get("args", {})
     if control.get("should_epoch_stop"):
         return int(number) + 1, 0
     read = round(part * most) * samples // made
