@@ -37,7 +37,7 @@ def outline(file: Path) -> dict[Any, Any]:
 
 
 class _Opaque:
-    """Whatever a class or a function of a pickle would have made."""
+    """Stand-in for all that a class or a function of a pickle would have made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take anything."""

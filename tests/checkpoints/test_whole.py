@@ -114,7 +114,7 @@ def test_an_object_in_shards_is_whole_when_all_that_it_says_are_there(
 
 
 class Hostile:
-    """What a pickle may have in it."""
+    """An object whose pickle ends the process that reads it."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return exit, (3,)

@@ -15,6 +15,8 @@ COLLECTIVES = (
 # File, finding, and the reason why it may stay.
 KNOWN: Mapping[tuple[str, str], str] = MappingProxyType(
     {
+        ("checkpoints/archives.py", "imports pickle"): "an Unpickler that builds and calls nothing"
+        " that a file names (tests/checkpoints/test_whole.py has one that tries)",
         ("checkpoints/torch_dist.py", "imports pickle"): "torch's own .metadata of a checkpoint on"
         " disk, which torch unpickles as well, right behind it",
     }
