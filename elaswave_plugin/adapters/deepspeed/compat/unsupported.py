@@ -1,7 +1,7 @@
 """Refuses by name what this adapter does not carry, before anything is built or changed."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -203,3 +203,49 @@ def _engine_problems(engine: Any) -> Iterator[str]:
 def has_other_axes(module: Any) -> bool:
     """Return whether there are other axes than stages and pipelines."""
     return tuple(sorted(module.topology().get_axis_names())) != ("data", "pipe")
+
+
+def refuse_batch_of_its_own() -> NoReturn:
+    """Raise ConfigurationError for a batch that could not be served again."""
+    raise ConfigurationError(
+        "engine.forward was called in training mode with a batch that the plugin did not "
+        "serve, so that it could not be served again; take the batches from "
+        "elaswave_plugin.deepspeed.loader(engine, dataset), or give the dataset to "
+        "deepspeed.initialize as training_data"
+    )
+
+
+def refuse_no_sync() -> NoReturn:
+    """Raise ConfigurationError for ``engine.no_sync()``."""
+    raise ConfigurationError(
+        "engine.no_sync() was called: it leaves the count of a step's micro-batches to the"
+        " script, and a step that is redone begins in the middle of that count, and would"
+        " lose samples; leave it out, call engine.step() after each engine.backward(loss),"
+        " and set gradient_accumulation_steps: the engine reduces once a step then"
+    )
+
+
+def refuse_coalescing() -> NoReturn:
+    """Raise ConfigurationError for ``engine.coalesce_grad_reduction()``."""
+    raise ConfigurationError(
+        "engine.coalesce_grad_reduction() was called: it reduces where its block ends, which is"
+        " no call that a loss could be absorbed in; leave it out, call engine.step() after each"
+        " engine.backward(loss), and set gradient_accumulation_steps"
+    )
+
+
+def refuse_late_load() -> NoReturn:
+    """Raise ConfigurationError for a load behind the first batch."""
+    raise ConfigurationError(
+        "engine.load_checkpoint was called after the first batch, and the state that it "
+        "replaces is in the snapshots already; load before the loop starts"
+    )
+
+
+def refuse_pass(kind: str) -> NoReturn:
+    """Raise ConfigurationError for a pass of a model of that ``kind`` beside its engine."""
+    raise ConfigurationError(
+        f"the model was called (its {kind}), and not by engine(batch), so that"
+        " a loss in it would end the script; call the engine in the place of its model, and"
+        " evaluate by elaswave_plugin.deepspeed.run(engine, evaluate)"
+    )

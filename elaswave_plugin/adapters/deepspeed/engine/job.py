@@ -4,7 +4,7 @@ The engine object stays the user's; three of its methods, and the loader, go thr
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,11 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_engine,
     check_schedules,
     check_shares,
+    refuse_batch_of_its_own,
+    refuse_coalescing,
+    refuse_late_load,
+    refuse_no_sync,
+    refuse_pass,
 )
 from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, abandoning
 from elaswave_plugin.adapters.deepspeed.engine.checkpoint import (
@@ -96,7 +101,7 @@ class EngineJob(AttachedEngine):
         self._own_loss = self._make_own_loss()
         self._stand_in = StandIn(engine.module)
         self._inputs: Any = None
-        self._weight = 1.0
+        self._weight = self._share_weight = 1.0
         # This worker's samples of the iteration that was served last, and how many all have.
         self._share: tuple[Interval, int] = ((0, 0), 0)
         self._losses: list[torch.Tensor] = []
@@ -136,8 +141,9 @@ class EngineJob(AttachedEngine):
         """Weigh the losses of a loop that the script owns; None for another loop."""
         if not self._repeats_bodies:
             return None
-        self.at_leave.append(weigh_by(self._weigh_terms))
-        return OwnLoss(self._worker, self._engine, width=self._width, compute=self._compute)
+        made = OwnLoss(self._worker, self._engine, width=self._width, compute=self._compute)
+        self.at_leave.append(weigh_by(made.terms))
+        return made
 
     def _own_parts(self) -> Sequence[Part]:
         """Return what belongs to the state of a step beside the engine's own."""
@@ -194,22 +200,13 @@ class EngineJob(AttachedEngine):
 
     @abandoning
     def _refuse_pass(self, module: torch.nn.Module) -> NoReturn:
-        raise ConfigurationError(
-            f"the model was called (its {type(module).__name__}), and not by engine(batch), so that"
-            " a loss in it would end the script; call the engine in the place of its model, and"
-            " evaluate by elaswave_plugin.deepspeed.run(engine, evaluate)"
-        )
+        refuse_pass(type(module).__name__)
 
     # ---- the engine's methods -------------------------------------------------------------------
 
     def _forward(self, native: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
         if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
-            raise ConfigurationError(
-                "engine.forward was called in training mode with a batch that the plugin did not "
-                "serve, so that it could not be served again; take the batches from "
-                "elaswave_plugin.deepspeed.loader(engine, dataset), or give the dataset to "
-                "deepspeed.initialize as training_data"
-            )
+            refuse_batch_of_its_own()
 
         counts = not self._engine.module.training
 
@@ -225,7 +222,6 @@ class EngineJob(AttachedEngine):
                 output = native(*inputs, **kwargs)
             else:
                 output = self._own_loss.forward(native, inputs, kwargs)
-                self._weight = self._own_loss.weight()
             if self._needs_others_to_compute:
                 self._stand_in.remember((inputs, kwargs), output)
                 self._inputs = None
@@ -236,12 +232,6 @@ class EngineJob(AttachedEngine):
         if counts and not (self._working or self.boundaries_follow):
             self.own_loops.evaluates()
         return output
-
-    def _weigh_terms(self, named: Mapping[str, Any]) -> Any:
-        """``elaswave_plugin.terms``: what weighs its terms weighs the loss no more."""
-        assert self._own_loss is not None
-        self._weight = 1.0
-        return self._own_loss.terms(named)
 
     def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
         """A part of the iteration; in work that starts again as a whole, a part of that."""
@@ -319,7 +309,7 @@ class EngineJob(AttachedEngine):
 
         self._check_no_work("engine.backward")
         if self._own_loss is not None:
-            self._own_loss.tell()
+            weight = self._own_loss.due()
 
         def work() -> torch.Tensor:
             self._losses.append(loss.detach().double() * weight)
@@ -390,20 +380,11 @@ class EngineJob(AttachedEngine):
     def _no_sync(self, native: Callable[[], Any]) -> Any:
         """`engine.no_sync()`, which Accelerate enters by the count that follows the job."""
         if not self.boundaries_follow:
-            raise ConfigurationError(
-                "engine.no_sync() was called: it leaves the count of a step's micro-batches to the"
-                " script, and a step that is redone begins in the middle of that count, and would"
-                " lose samples; leave it out, call engine.step() after each engine.backward(loss),"
-                " and set gradient_accumulation_steps: the engine reduces once a step then"
-            )
+            refuse_no_sync()
         return native()
 
     def _coalesce(self, native: Callable[[], Any]) -> NoReturn:
-        raise ConfigurationError(
-            "engine.coalesce_grad_reduction() was called: it reduces where its block ends, which is"
-            " no call that a loss could be absorbed in; leave it out, call engine.step() after each"
-            " engine.backward(loss), and set gradient_accumulation_steps"
-        )
+        refuse_coalescing()
 
     def _save_checkpoint(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         write = partial(self._framework.save, native)
@@ -422,10 +403,7 @@ class EngineJob(AttachedEngine):
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:
-            raise ConfigurationError(
-                "engine.load_checkpoint was called after the first batch, and the state that it "
-                "replaces is in the snapshots already; load before the loop starts"
-            )
+            refuse_late_load()
         engine = self._engine
         load = partial(load_checked, native, engine, *args, **kwargs)
         loaded = self._loads.load(engine, load)
@@ -456,11 +434,6 @@ class EngineJob(AttachedEngine):
     def _iterates(self) -> bool:
         """True in an iteration, which a loss has made again."""
         return self._loop.iteration > 0
-
-    @property
-    def _share_weight(self) -> float:
-        """The weight of a mean over this worker's samples of the iteration."""
-        return self._weight
 
     def load_weights(self, folder: Path) -> None:
         """Complete a step without batches, whose update is to have a checkpoint's trained weights.
@@ -573,7 +546,7 @@ class EngineJob(AttachedEngine):
         items = loader.items()
         shares = self._shares(len(items))
         interval = shares.interval(worker.slot)
-        self._weight = shares.weight(worker.slot)
+        self._weight = self._share_weight = shares.weight(worker.slot)
         self._share = interval, len(items)
         if iteration == 0:
             self._losses, self._tokens = [], 0

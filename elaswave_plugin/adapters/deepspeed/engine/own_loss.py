@@ -121,7 +121,12 @@ class OwnLoss:
             loss = loss_in(self._compute(*places, **names))
         return None if loss is None else float(loss)
 
-    def tell(self) -> None:
+    def due(self) -> float:
+        """Return the weight of the loss that is passed backward now."""
+        self._tell()
+        return 1.0 if self._has_terms else self.weight()
+
+    def _tell(self) -> None:
         """Warn once of a loss of the script's own, of which it has said nothing."""
         if self._is_silent:
             return
@@ -175,13 +180,15 @@ class OwnLoss:
 
     def weight(self, rule: str | None = None) -> float:
         """Return the weight of the loss, or of a term, when gradients are averaged over workers."""
+        if not self._passes:
+            return 1.0
         kind = self._kind if rule is None else LossKind(rule)
         weights = {one: sum(each.weights[one] for each in self._passes) for one in RULES[1:]}
         weights[RULES[0]] = 1.0
         return kind.weight(weights, launched=self._width, live=dist.get_world_size())
 
     def terms(self, terms: Mapping[str, Any]) -> Any:
-        """Return the sum of a loss's terms, each with its weight."""
+        """Return the sum of a loss's terms, each with its weight; the loss has none of its own."""
         self._has_terms = True
         return added({rule: one * self.weight(rule) for rule, one in terms.items()})
 
@@ -192,7 +199,7 @@ class OwnLoss:
 
         Collective over WORLD in the first step, and where workers have unequal shares.
         """
-        served, call = self._served, call_of(inputs, kwargs)
+        served, call, self._has_terms = self._served, call_of(inputs, kwargs), False
         if served is None:
             return native(*inputs, **kwargs)
         step = self._worker.completed

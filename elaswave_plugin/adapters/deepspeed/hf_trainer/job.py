@@ -150,6 +150,8 @@ class TrainerJob(EngineJob):
             return added({name: one * of(name) for name, one in terms.items()})
 
         self._weight = of(WHOLE)
+        live = dist.get_world_size()
+        self._share_weight = LossKind().weight(weights, launched=self._width, live=live)
         self._passed.append(self._number)
         with weighed_by(weigh):
             yield
@@ -158,10 +160,6 @@ class TrainerJob(EngineJob):
     def _iterates(self) -> bool:
         # A batch of a Trainer that generates its samples is cut, and weighed by what it generates.
         return self._loop.inside and bool(self._drawn) and self.pieces == 1
-
-    @property
-    def _share_weight(self) -> float:
-        return self._drawn[self._number][0]
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
         if len(self._losses) != len(self._passed):
