@@ -34,6 +34,7 @@ def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> En
             ("sum", "sum", 1),
             ("sum", "sum", 3),
             ("model", "tokens", 0),
+            ("all", "samples", 2),
         ],
         share=3,
     ),

@@ -81,6 +81,8 @@ def test_a_kill_equals_the_planned_departure(
     spec = spec_of(kill, stage=stage, options=options)
     killed = run(spec)
     check_planned(killed, twin=twin(killed), reference=reference(spec))
+    told = "logs metrics beside its loss (kl, entropy, clip ratios"
+    assert killed.output.count(told) == 1 and told not in reference(spec).output
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspe
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
     trainer values
 adapters/deepspeed/hf_trainer: adapters adapters/deepspeed/accelerate adapters/deepspeed/compat
-    adapters/deepspeed/engine core/step errors kept loops loss_terms step_state trainer values
+    adapters/deepspeed/engine core/step errors ipc kept loops loss_terms step_state trainer values
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     command_line
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops

@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--by", choices=("model", "labels", "sum", "terms", "pairs"))
+    parser.add_argument("--by", choices=("model", "labels", "all", "sum", "terms", "pairs"))
     parser.add_argument("--says")
     args, _ = parser.parse_known_args()
     torch.manual_seed(1234)
@@ -78,6 +78,10 @@ def main() -> None:
                 loss = losses.sum() / 100
                 if args.by == "labels":
                     loss = losses.sum() / batch["labels"][:, 1:].ne(-100).sum().clamp(min=1)
+                if args.by == "all":
+                    count = batch["labels"][:, 1:].ne(-100).sum() / len(logits)
+                    of_a_sample = elaswave_plugin.deepspeed.mean(engine, count)
+                    loss = losses.sum() / len(logits) / of_a_sample.float()
                 if args.by == "terms":
                     distance = logits.float().square().mean((1, 2)).mean()
                     loss = 0.5 * elaswave_plugin.terms(sum=loss, samples=distance)

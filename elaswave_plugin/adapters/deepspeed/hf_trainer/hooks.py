@@ -26,6 +26,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.resumed import place_of
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
 from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn, Weighing
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
@@ -53,6 +54,7 @@ class TrainerHooks:
         # What losses weigh, of one that does not, and which batches have one of unknown kind.
         self._weighing: Weighing | None = None
         self._unknown: list[bool] = []
+        self._metrics_told = False
 
     def evaluate(self, native: Callable[..., Any], trainer: Any, *args: Any, **given: Any) -> Any:
         """``Trainer._evaluate``; what ``eval_on_start`` asks for the others have made already."""
@@ -164,6 +166,7 @@ class TrainerHooks:
             setattr(trainer, name, ours)
             self._job.at_leave.append(partial(setattr, trainer, name, native))
         self._job.reactions.append(self._find_main_process)
+        self._job.reactions.append(self._tell_of_metrics)
 
     # ---- an update ------------------------------------------------------------------------------
 
@@ -268,6 +271,23 @@ class TrainerHooks:
                         model=trainer.model,
                         processing_class=trainer.processing_class,
                     )
+
+    def _tell_of_metrics(self) -> None:
+        """Say once which of TRL's numbers are means of means, whose sizes have changed."""
+        job, trainer, whose = self._job, self._trainer, "of evaluations"
+        if self._generation is not None:
+            whose = "beside its loss (kl, entropy, clip ratios, and those of evaluations)"
+        elif trainer.eval_dataset is None:
+            return
+        if self._metrics_told or not hasattr(trainer, "_metrics") or job.has_launch_shares:
+            return
+        self._metrics_told = True
+        if job.speaks:
+            say(
+                f"{type(trainer).__name__} logs metrics {whose} that are means of workers' or"
+                " batches' means: with other shares they are near those of a run without a loss of"
+                " workers, and not equal (docs/huggingface.md)"
+            )
 
 
 def _is_of_transformers(callback: TrainerCallback) -> bool:

@@ -122,6 +122,11 @@ class TrainerJob(EngineJob):
         return self._worker.config.loss
 
     @property
+    def speaks(self) -> bool:
+        """True for the worker whose console is that of all."""
+        return self._worker.owns_rank_0
+
+    @property
     def asks(self) -> bool:
         """True if losses are asked for their kind in this step, as long as it is not known."""
         step = self._worker.completed
