@@ -154,6 +154,8 @@ class JobSpec:
     awaits: tuple[tuple[int, int], ...] = ()
     lost_trainers: tuple[int, ...] = ()
     lost_nodes: tuple[int, ...] = ()
+    # Slots whose worker fails by itself, as the sabotage or the script has it.
+    failing: tuple[int, ...] = ()
     walk: str = ""
     alternate: str = ""
     launcher: tuple[str, ...] = ()
@@ -433,16 +435,12 @@ def check_survived(run: Outcome) -> None:
     lost = {slot for slot in range(run.spec.nproc) if slot // width in run.spec.lost_nodes}
     lost |= {*run.spec.lost_trainers}
     assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
-    if not run.spec.sabotage:
-        # A worker that fails by itself is survived too, and its loss would go unseen.
-        reasons = " ".join(event["reason"] for event in run.events("view_committed"))
-        left = {
-            int(slot)
-            for slot in re.findall(r"worker (\d+) \(node \d+\) (?:left|was lost)", reasons)
-        }
-        ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
-        failed = {slot for slot, how in ended if "exit code" in how and how != "exit code 0"}
-        assert failed <= left
+    # A worker that fails by itself is survived too, and its loss would go unseen.
+    reasons = " ".join(event["reason"] for event in run.events("view_committed"))
+    told = re.findall(r"worker (\d+) \(node \d+\) (?:left|was lost)", reasons)
+    ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
+    failed = {slot for slot, how in ended if "exit code" in how and how != "exit code 0"}
+    assert failed - {*map(int, told)} == {*run.spec.failing}, f"failed by themselves: {ended}"
     departures = [change for change in run.spec.changes if not change.startswith("+")]
     assert len(run.events("departed")) == len(departures)
     assert pids_unchanged(run.files)

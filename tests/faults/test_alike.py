@@ -69,7 +69,7 @@ def test_one_worker_of_a_stage_of_two_is_lost(
     run: Launch, reference: Reference, options: tuple[str, ...]
 ) -> None:
     spec = JobSpec(options=options)
-    broken = run(replace(spec, sabotage=RAISE.format(slots="(1,)")))
+    broken = run(replace(spec, sabotage=RAISE.format(slots="(1,)"), failing=(1,)))
     check_equal(broken, reference(spec))
     (lost,) = [one["reason"] for one in broken.events("view_committed") if one["epoch"] == 2]
     assert "worker 1 (node 0) exited: exit code 1, ValueError: a broken sample (" in lost
@@ -140,7 +140,8 @@ def test_a_worker_that_failed_alone_is_started_again_once_the_others_are_past_th
     """Before that they might still fail alike."""
     spec = JobSpec(steps=9)
     sabotage = RAISE.format(slots="(1,)") + SLOW_REDO
-    broken = run(replace(spec, respawn=10, awaits=((6, 1),), sabotage=sabotage))
+    failing = {"sabotage": sabotage, "failing": (1,)}
+    broken = run(replace(spec, respawn=10, awaits=((6, 1),), **failing))
     check_equal(broken, reference(spec))
     (again,) = [e for e in broken.events("worker_started") if e["incarnation"] == 1]
     redone = [record for record in broken.files.steps if record["step"] == 2]

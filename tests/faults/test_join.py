@@ -314,6 +314,7 @@ if os.environ["ELASWAVE_INCARNATION"] != "0":
     ElasticConfig.of_the_job = lambda self: {**given(self), "dataflow": "reroute"}
 """
     spec = replace(BACK, steps=200, kills=("2@3:backward",), awaits=(), sabotage=other)
+    spec = replace(spec, failing=(2,))
     survived = run(spec)
     check_survived(survived)
     assert (

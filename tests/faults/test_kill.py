@@ -101,7 +101,7 @@ Microbatches.consume = fail
 def test_exception_in_one_worker_is_the_loss_of_that_worker(
     run: Launch, reference: Reference
 ) -> None:
-    broken = run(JobSpec(sabotage=RAISE))
+    broken = run(JobSpec(sabotage=RAISE, failing=(1,)))
     check_equal(broken, reference(JobSpec()))
     assert "a broken sample" in broken.output
     assert [e["status"] for e in broken.events("worker_exited") if e["slot"] == 1] == [

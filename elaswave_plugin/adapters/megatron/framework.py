@@ -433,7 +433,7 @@ class MegatronFramework:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""
         shard_group = self._worker.placement.shard_group_of(self._worker.slot)
         self._placed = shard_group is not None
-        free_worker.answer_for(placed=self._placed)
+        free_worker.answer_for(self.chunks[0].config, placed=self._placed)
         if shard_group is not None:
             assert not isinstance(flow, Shares)
             mine: Dataflow | None

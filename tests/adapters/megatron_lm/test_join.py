@@ -80,3 +80,42 @@ def test_who_has_come_back_is_interrupted_in_its_first_step(run: Launch, referen
 def test_a_lost_worker_of_tp_pp_dp_comes_back(run: Launch, reference: Launch, slot: int) -> None:
     phase = ("forward", "backward")[slot % 2]
     check_back(run, reference, replace(BACK_IN_TP2_PP2_DP2, kills=(f"{slot}@3:{phase}",)), slot)
+
+
+# Newcomers ask to be let in one after the other, in this order of their slots.
+IN_TURN = """
+import json, time
+from elaswave_plugin.recovery.worker import Worker
+ask = Worker.ask_to_enter
+def ask_in_turn(self):
+    before, deadline_s = {order}[: {order}.index(self.slot)], time.monotonic() + 60
+    while True:
+        lines = open(self.config.dir / "events.jsonl")
+        events = (json.loads(line) for line in lines if line.endswith("\\n"))
+        if {{*before}} <= {{e["slot"] for e in events if e["kind"] == "entered"}}:
+            break
+        assert time.monotonic() < deadline_s, f"{{before}} did not come back"
+        time.sleep(0.02)
+    ask(self)
+Worker.ask_to_enter = ask_in_turn
+"""
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="6 0 4", moment="3:backward")
+@pytest.mark.parametrize("order", [(6, 0, 4), (3, 7, 1)])
+def test_three_of_tp_pp_dp_come_back_one_after_the_other(
+    run: Launch, reference: Launch, order: tuple[int, ...]
+) -> None:
+    """A worker that enters while others miss has its stage's schedule once they are back."""
+    spec = replace(
+        BACK_IN_TP2_PP2_DP2,
+        steps=10,
+        kills=tuple(f"{slot}@3:backward" for slot in order),
+        awaits=((5, 1), (6, 2), (7, 3)),
+        sabotage=IN_TURN.format(order=list(order)),
+    )
+    whole = run(spec)
+    check_equal(whole, reference(spec))
+    assert [(one["slot"], one["incarnation"]) for one in whole.events("entered")] == [
+        (slot, 1) for slot in order
+    ]

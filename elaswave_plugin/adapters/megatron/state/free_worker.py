@@ -1,4 +1,4 @@
-"""A worker without a place in the layout: it answers no where a script asks, and saves nothing.
+"""A worker without a place in the layout: a script learns the job's sizes there, and saves nothing.
 
 What it gives to a checkpoint has the shape of what others save.
 """
@@ -6,7 +6,7 @@ What it gives to a checkpoint has the shape of what others save.
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core import parallel_state
+from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
@@ -15,14 +15,20 @@ _NO_RANK = -1
 _PARAM_STATE = "sharded_param_state_"
 
 
-def answer_for(*, placed: bool) -> None:
-    """Have ``parallel_state`` name the first and last worker: none without a place.
+def answer_for(config: ModelParallelConfig, *, placed: bool) -> None:
+    """Have ``parallel_state`` name sizes of the job, and no first and last worker without a place.
 
-    Its groups have that worker alone, of which it would be the first of all kinds.
+    Its groups have that worker alone: it would be the first of all kinds, in a job without stages.
+    What a script keeps of that, as Megatron-LM's train() does the schedule, it has in its place.
     """
-    rank = None if placed else _NO_RANK
+    rank, tp, pp = None, None, None
+    if not placed:
+        rank = _NO_RANK
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     parallel_state.set_data_parallel_rank(rank)
     parallel_state.set_pipeline_model_parallel_rank(rank)
+    parallel_state.set_tensor_model_parallel_world_size(tp)
+    parallel_state.set_pipeline_model_parallel_world_size(pp)
 
 
 def save_no_shards(part: Any, *, while_unplaced: Callable[[], bool]) -> None:
