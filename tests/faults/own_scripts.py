@@ -127,6 +127,19 @@ MASKS = (
         '    batch["tokens"] = batch["tokens"].masked_fill(hidden, 0)\n' + _FORWARD,
     ),
 )
+# A step that keeps what it has asked for in its first pass, in whatever view that was.
+KEEPS_WHAT_IT_ASKED = (
+    (
+        "    forward_backward = job.forward_backward(get_forward_backward_func())  # [elastic] 7\n",
+        "    asked = []\n\n"
+        "    def forward_backward(**given):\n"
+        "        if not asked:\n"
+        "            width = parallel_state.get_data_parallel_world_size()\n"
+        "            asked.append(job.forward_backward(get_forward_backward_func()))\n"
+        "            asked.append(args.global_batch_size // args.micro_batch_size // width)\n"
+        "        return asked[0](num_microbatches=asked[1], **given)\n\n",
+    ),
+)
 # What is drawn between the passes and the update, as gradient noise is.
 NOISES = (
     (

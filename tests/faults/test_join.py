@@ -135,6 +135,23 @@ def ask_second(self):
     ask(self)
 Worker.ask_to_enter = ask_second
 """
+# Newcomers ask to be let in one after the other, in this order of their slots.
+IN_TURN = """
+import json, time
+from elaswave_plugin.recovery.worker import Worker
+ask = Worker.ask_to_enter
+def ask_in_turn(self):
+    before, deadline_s = {order}[: {order}.index(self.slot)], time.monotonic() + 60
+    while True:
+        lines = open(self.config.dir / "events.jsonl")
+        events = (json.loads(line) for line in lines if line.endswith("\\n"))
+        if {{*before}} <= {{e["slot"] for e in events if e["kind"] == "entered"}}:
+            break
+        assert time.monotonic() < deadline_s, f"{{before}} did not come back"
+        time.sleep(0.02)
+    ask(self)
+Worker.ask_to_enter = ask_in_turn
+"""
 
 
 @proves(Kind.RETURN, Promise.EQUAL)

@@ -99,6 +99,8 @@ class ElasticJob:
             config.check_without_stages()
         config.check_last_checkpoint("give a function of yours to train(), as last_checkpoint")
         self._width = width
+        # What a script may have read for it so far, in whatever view it did.
+        self._widths = {width}
         self._num_microbatches = num_microbatches_of(
             global_batch_size=sizes.global_batch_size,
             micro_batch_size=sizes.micro_batch_size,
@@ -290,13 +292,12 @@ class ElasticJob:
         @ends_in_a_sentence
         def run(*, forward_only: bool = False, **kwargs: Any) -> list[Any]:
             self._turns.forward_backward(forward_only=forward_only)
-            # A script may read the width once, or at every step.
-            widths = self._width, parallel_state.get_data_parallel_world_size()
+            self._widths.add(parallel_state.get_data_parallel_world_size())
             check_call(
                 kwargs,
                 micro_batch_size=self._micro_batch_size,
                 count=self._num_microbatches,
-                widths=widths,
+                widths=self._widths,
             )
             kwargs = without_sizes(kwargs)
             if not forward_only:

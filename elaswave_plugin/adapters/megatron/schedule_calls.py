@@ -31,7 +31,7 @@ def check_call(
     """Raise ConfigurationError where a call's sizes are not those of the job.
 
     ``count``: micro-batches of the global batch; ``widths``: what the script may take for the
-    data-parallel size, that of the launch and that of now.
+    data-parallel size, that of the launch and what it was in the views since.
     """
     missing = [
         name for name in ("forward_step_func", "data_iterator", "model") if name not in given

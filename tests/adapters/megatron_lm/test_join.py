@@ -16,6 +16,7 @@ from tests.adapters.megatron_lm.harness import (
 )
 from tests.adapters.megatron_lm.test_pieces import check_checkpoints
 from tests.faults.harness import Outcome, check_equal
+from tests.faults.test_join import IN_TURN
 from tests.proofs import Kind, Promise, proves
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
@@ -80,25 +81,6 @@ def test_who_has_come_back_is_interrupted_in_its_first_step(run: Launch, referen
 def test_a_lost_worker_of_tp_pp_dp_comes_back(run: Launch, reference: Launch, slot: int) -> None:
     phase = ("forward", "backward")[slot % 2]
     check_back(run, reference, replace(BACK_IN_TP2_PP2_DP2, kills=(f"{slot}@3:{phase}",)), slot)
-
-
-# Newcomers ask to be let in one after the other, in this order of their slots.
-IN_TURN = """
-import json, time
-from elaswave_plugin.recovery.worker import Worker
-ask = Worker.ask_to_enter
-def ask_in_turn(self):
-    before, deadline_s = {order}[: {order}.index(self.slot)], time.monotonic() + 60
-    while True:
-        lines = open(self.config.dir / "events.jsonl")
-        events = (json.loads(line) for line in lines if line.endswith("\\n"))
-        if {{*before}} <= {{e["slot"] for e in events if e["kind"] == "entered"}}:
-            break
-        assert time.monotonic() < deadline_s, f"{{before}} did not come back"
-        time.sleep(0.02)
-    ask(self)
-Worker.ask_to_enter = ask_in_turn
-"""
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="6 0 4", moment="3:backward")
