@@ -17,6 +17,13 @@ def seed_host(key: int) -> None:
 
 
 @contextmanager
+def undone_draws() -> Iterator[None]:
+    """Put back those of the host and of the accelerator, so that the same numbers come again."""
+    with torch.random.fork_rng(), undone_numbers():
+        yield
+
+
+@contextmanager
 def undone_numbers() -> Iterator[None]:
     """Put all of them back after the draws inside."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()

@@ -1,11 +1,13 @@
 """The kind of a loss by its values: of any that scripts write, on batches of any labels."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,8 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     Kinds,
     LossKind,
     Told,
+    check_padding,
+    draws,
     kinds_of,
     known_of,
     labels_of,
@@ -21,9 +25,23 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     parts_of,
     pattern_of,
     taken,
+    with_padding,
 )
+from elaswave_plugin.adapters.deepspeed.engine.own_loss import is_scaled
+from elaswave_plugin.adapters.host_draws import undone_draws
 from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM, TOKENS
 from elaswave_plugin.errors import ConfigurationError
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A job of one worker."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
 
 Loss = Callable[[Mapping[Any, Any], float, int], float]
 ITEMS = 50.0
@@ -75,7 +93,11 @@ def batch_of(*labelled: int, length: int = 8, seed: int = 0) -> dict[str, Any]:
 
 
 def asked(
-    loss: Loss, *batches: dict[str, Any], items: float | None = ITEMS, declared: str | None = None
+    loss: Loss,
+    *batches: dict[str, Any],
+    items: float | None = ITEMS,
+    declared: str | None = None,
+    follows_draws: bool = False,
 ) -> Mapping[str, Kinds]:
     """Ask for the kind of a loss, of the batches of some workers."""
 
@@ -92,7 +114,14 @@ def asked(
         ]
 
     everyone = [told(batch) for batch in batches]
-    return kinds_of(everyone, parts, declared=declared, shifts=True, tolerance=2e-5)
+    return kinds_of(
+        everyone,
+        parts,
+        declared=declared,
+        shifts=True,
+        tolerance=2e-5,
+        draws=lambda: follows_draws,
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -159,6 +188,46 @@ def test_a_loss_without_an_ignored_label_is_asked_again_once_there_is_one() -> N
     assert known_of(known, pattern_of(full)) and not known_of(known, pattern_of(some))
     known |= asked(by_labels, some, items=None)
     assert known_of(known, pattern_of(full)) == {WHOLE: LossKind(TOKENS, False, True)}
+
+
+def test_a_loss_that_draws_is_taken_for_a_mean_over_samples() -> None:
+    """Its parts fit nothing, as the draws of each are others."""
+    batch = {"ids": torch.ones(4, 3)}
+    drawn = iter([0.7, 0.7, 0.9, 0.8, 0.6])
+    found = asked(lambda b, i, p: next(drawn), batch, items=None, follows_draws=True)
+    assert found == {"ids": {WHOLE: LossKind(SAMPLES)}}
+
+
+def test_draws_are_told_from_a_loss_that_only_batches_change() -> None:
+    def noisy(batch: Any) -> dict[str, float]:
+        with undone_draws():
+            return {WHOLE: float(torch.rand(1))}
+
+    before = torch.get_rng_state()
+    with alone():
+        assert draws({}, noisy, tolerance=1e-5)
+        assert not draws({}, lambda batch: {WHOLE: 1.5}, tolerance=1e-5)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_no_batch_is_made_longer_than_the_longest() -> None:
+    """A model may have no more places, and no loss is asked where lengths are alike."""
+    batch = {"input_ids": torch.ones(2, 6), "attention_mask": torch.ones(2, 6)}
+    assert {one.shape for one in (with_padding(batch, 8) or {}).values()} == {(2, 8)}
+
+    def fail(batch: Any) -> dict[str, float]:
+        raise IndexError
+
+    with alone():
+        check_padding(batch, fail, tolerance=1e-5)
+
+
+def test_a_loss_by_a_number_is_told_from_one_with_others() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * 3).sum()
+    assert all(is_scaled(one, [loss]) for one in (loss, loss / 4, 2 * loss.float()))
+    assert not is_scaled(loss + weight.square().sum(), [loss])
+    assert not is_scaled(loss + loss * 2, [loss, loss * 2])
 
 
 def test_no_label_is_taken_out_where_none_is() -> None:

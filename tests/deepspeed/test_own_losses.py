@@ -12,6 +12,8 @@ from tests.faults.harness import max_relative_difference
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
+OUTSIDE = "the script computes its loss outside of the model"
+MIXED = "the script makes its loss of one that the model returns"
 TOLD = "the samples of a micro-batch have"
 
 
@@ -30,6 +32,7 @@ def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> En
         [
             ("model", None, 2),
             ("model", None, 3),
+            ("made", None, 2),
             ("terms", None, 2),
             ("sum", "sum", 1),
             ("sum", "sum", 3),
@@ -64,6 +67,27 @@ def test_a_mean_over_labels_outside_of_the_model_is_told(run: Launch, reference:
         )
         far[says] = max_relative_difference(killed, reference(spec))
     assert far["tokens"] < 0.05
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+def test_a_worker_that_comes_back_asks_for_a_kind_with_the_others(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    """In step 8 kinds are asked for that are unknown; this loss is outside of the model."""
+    spec = spec_of("1@2:backward", by="sum", says="sum", steps=10, respawn=5, changes=("+1@6",))
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    assert [one["step"] for one in killed.events("entered")] == [6]
+
+
+@pytest.mark.slow
+@proves(Kind.KILL, Promise.CLOSE)
+@pytest.mark.parametrize(("by", "told"), [("sum", OUTSIDE), ("added", MIXED)])
+def test_a_loss_that_may_be_weighed_wrong_is_told(run: Launch, by: str, told: str) -> None:
+    killed = run(spec_of("1@2:backward", by=by))
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert killed.events("fault_fired") and killed.output.count(told) == 1
 
 
 def test_a_loss_of_pairs_is_refused_in_the_first_step(run: Launch) -> None:

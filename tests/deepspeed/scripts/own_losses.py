@@ -20,8 +20,9 @@ from train_deepspeed import TextDataset
 class Ragged(torch.utils.data.Dataset):
     """Samples of which the first places, of another number each, have no label."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_labels: bool) -> None:
         self.texts = TextDataset(None, 32, 96)
+        self.has_labels = has_labels
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -29,7 +30,10 @@ class Ragged(torch.utils.data.Dataset):
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         tokens, _ = self.texts[item]
         labels = tokens.clone()
-        labels[: item * 7 % 30] = -100
+        begins = item * 7 % 30
+        if not self.has_labels:
+            return {"input_ids": tokens, "begins": torch.tensor(begins)}
+        labels[:begins] = -100
         return {"input_ids": tokens, "labels": labels}
 
 
@@ -46,12 +50,22 @@ class Pairs(torch.nn.Module):
         return (means * means.roll(1)).mean()
 
 
+def unlabelled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make the labels of a batch in the loop, of where they begin."""
+    tokens = batch["input_ids"]
+    places = torch.arange(tokens.shape[1])
+    labels = tokens.where(places >= batch["begins"][:, None], -100)
+    return {"input_ids": tokens, "labels": labels}
+
+
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--by", choices=("model", "labels", "all", "sum", "terms", "pairs"))
+    parser.add_argument(
+        "--by", choices=("model", "made", "labels", "all", "sum", "terms", "pairs", "added")
+    )
     parser.add_argument("--says")
     args, _ = parser.parse_known_args()
     torch.manual_seed(1234)
@@ -63,13 +77,17 @@ def main() -> None:
         model=Pairs(model) if args.by == "pairs" else model,
         model_parameters=model.parameters(),
         config=config,
-        training_data=Ragged(),
+        training_data=Ragged(has_labels=args.by != "made"),
     )
     while engine.global_steps < args.steps:
         for batch in loader:
-            if args.by in ("model", "pairs"):
+            if args.by in ("model", "pairs", "added"):
                 output = engine(**batch)
                 loss = output if torch.is_tensor(output) else output.loss
+                if args.by == "added":
+                    loss = loss + output.logits.square().mean()
+            elif args.by == "made":
+                loss = engine(**unlabelled(batch)).loss
             else:
                 logits = engine(input_ids=batch["input_ids"]).logits
                 losses = cross_entropy(

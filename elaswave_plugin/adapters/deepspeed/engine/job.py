@@ -258,6 +258,8 @@ class EngineJob(AttachedEngine):
             loader.reads.compare(loader.place)
         self._framework.resume()
         self._learn_output()
+        if self._own_loss is not None:
+            self._own_loss.agree()
         for react in self.reactions:
             react()
 
@@ -309,10 +311,10 @@ class EngineJob(AttachedEngine):
 
         self._check_no_work("engine.backward")
         if self._own_loss is not None:
-            weight = self._own_loss.due()
+            weight = self._own_loss.due(loss)
 
         def work() -> torch.Tensor:
-            self._losses.append(loss.detach().double() * weight)
+            self._losses.append(loss.detach().double().sum() * weight)
             weighted = loss if weight == 1.0 else loss * weight
             scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
             return scaled if weight == 1.0 else scaled / weight

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elaswave_plugin.adapters.host_draws import seed_host, undone_draws
 from elaswave_plugin.core.step.loss_parts import (
     RULES,
     SAMPLES,
@@ -29,10 +30,13 @@ WHOLE = ""
 IGNORED = -100
 _LABELS = ("shift_labels", "labels")
 UNLABELLED, _IGNORES = ", without a label", ", some labels"
-# Places by which a batch is made longer, to see whether its loss counts them.
-_PADDED = 3
 # A ratio that is nearer than this to 1, 2 or a half is that: relative, of losses in 32 and 16 bits.
 _TOLERANCE, _TOLERANCE_16_BITS = 2e-5, 1e-3
+DRAWS = (
+    "the loss draws random numbers, so that its parts do not tell what divides it: after a loss of"
+    " workers it counts as a mean over samples; if it is one over labels, or a sum, have the key"
+    ' "loss" of the section "elaswave" say "tokens" or "sum"'
+)
 _NAME_TERMS = (
     "after a loss of workers no one weight is right for it; name its terms, as in"
     " elaswave_plugin.terms(tokens=cross_entropy, samples=distillation), or have the key"
@@ -154,13 +158,15 @@ def kinds_of(
     declared: str | None,
     shifts: bool,
     tolerance: float,
+    draws: Callable[[], bool],
 ) -> Mapping[str, Kinds]:
     """Return the kinds of the terms of the micro-batches of all workers, by their pattern.
 
     ``ask_parts()``: of each worker, what its parts show where all labels count, and where the first
-    ones of samples do not; ``declared``: the rule that the script names. A pattern is left out
-    where the losses say nothing: 0, not finite, or alike for every rule. Raises ConfigurationError
-    for a loss that no weight is right for.
+    ones of samples do not; ``declared``: the rule that the script names; ``draws()``: whether the
+    loss follows random numbers, so that its parts show nothing. A pattern is left out where the
+    losses say nothing: 0, not finite, or alike for every rule. Raises ConfigurationError for a loss
+    that no weight is right for.
     """
     terms = sorted({(one.pattern, term) for one in everyone for term in one.once})
     told = {
@@ -180,7 +186,9 @@ def kinds_of(
                 for one, (plain, shifted) in zip(everyone, parts, strict=True)
                 if one.pattern == each[0] and each[1] in plain
             ]
-            rules[each] = _rule_of_parts(seen, each[1] or declared, tolerance=tolerance)
+            rules[each] = _rule_of_parts(
+                seen, each[1] or declared, tolerance=tolerance, draws=draws
+            )
     kinds: dict[str, dict[str, LossKind]] = {}
     for (pattern, term), (rule, first) in rules.items():
         if rule is not None:
@@ -312,13 +320,15 @@ def check_padding(
     Parts are padded to other lengths than the micro-batches that they are of. Raises
     ConfigurationError for a loss that counts what is padded, where lengths differ.
     """
-    longer, apart = with_padding(batch), 0.0
+    lengths = gathered(_length_of(batch))
+    if len({*lengths}) == 1:
+        return
+    # No longer than one of them is: a model may have no more places.
+    longer, apart = with_padding(batch, max(lengths)), 0.0
     if all(gathered(longer is not None)) and longer is not None:
-        before, after = losses(batch), losses(longer)
-        apart = max(abs(after[one] - before[one]) / (abs(before[one]) or 1.0) for one in before)
-    told = gathered((apart, _length_of(batch)))
-    lengths = {length for _, length in told}
-    if max(apart for apart, _ in told) > tolerance and len(lengths) > 1:
+        apart = _apart(losses(batch), losses(longer))
+    apart = max(gathered(apart))
+    if apart > tolerance and not draws(batch, losses, tolerance=tolerance):
         raise ConfigurationError(
             f"the loss changes by {apart:.2g} of itself where a batch is padded more, and"
             f" micro-batches are {min(lengths)} to {max(lengths)} long: after a loss of workers"
@@ -328,8 +338,25 @@ def check_padding(
         )
 
 
-def with_padding(batch: Batch) -> Batch | None:
-    """Return a batch with more places at its end that are no text; None where that is unknown."""
+def draws(
+    batch: Batch, losses: Callable[[Batch], Mapping[str, float]], *, tolerance: float
+) -> bool:
+    """Return whether losses follow the random numbers that come next (collective over WORLD)."""
+    once = losses(batch)
+    with undone_draws():
+        key = 1 + torch.initial_seed() % 2**32
+        torch.manual_seed(key)
+        seed_host(key)
+        again = losses(batch)
+    return max(gathered(_apart(once, again))) > tolerance
+
+
+def _apart(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    return max(abs(after[one] - before[one]) / (abs(before[one]) or 1.0) for one in before)
+
+
+def with_padding(batch: Batch, wanted: int) -> Batch | None:
+    """Return a batch of ``wanted`` places, the last ones no text; None where that is unknown."""
     mask, found = batch.get("attention_mask"), labels_of(batch)
     if not torch.is_tensor(mask) or mask.ndim != 2:
         return None
@@ -341,7 +368,7 @@ def with_padding(batch: Batch) -> Batch | None:
             if value.ndim > 2:
                 return None
             fill = IGNORED if name in _LABELS else 0
-            more[name] = torch.nn.functional.pad(value, (0, _PADDED), value=fill)
+            more[name] = torch.nn.functional.pad(value, (0, wanted - length), value=fill)
     return {**batch, **more}
 
 
@@ -415,7 +442,11 @@ def _with_few_labels(batch: Batch, half: int) -> Batch:
 
 
 def _rule_of_parts(
-    everyone: Sequence[tuple[Seen, Seen]], declared: str | None, *, tolerance: float
+    everyone: Sequence[tuple[Seen, Seen]],
+    declared: str | None,
+    *,
+    tolerance: float,
+    draws: Callable[[], bool],
 ) -> tuple[str | None, bool]:
     """Return rule and ``shifts`` of a mean, by its parts; no rule where they say nothing."""
     plain, shifted = ([one[place] for one in everyone] for place in (0, 1))
@@ -432,6 +463,8 @@ def _rule_of_parts(
     if fits:
         # Of several nothing is known: these losses do not tell them apart, later ones may.
         return fits[0] if len(fits) == 1 else (None, False)
+    if draws():
+        return SAMPLES, False
     raise ConfigurationError(
         "the loss of a micro-batch is not made up of those of its parts: neither their sum, nor"
         f" their mean by samples or by labels (it is {_missed(shifted)} apart): {_NAME_TERMS}"

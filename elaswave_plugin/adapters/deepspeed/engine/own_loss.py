@@ -6,12 +6,14 @@ of the model's output is taken for a mean over samples, or for what the script s
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
+    DRAWS,
     UNLABELLED,
     WHOLE,
     Batch,
@@ -20,6 +22,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     Told,
     check_padding,
     counts_of,
+    draws,
     evaluating,
     kinds_of,
     known_of,
@@ -31,7 +34,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     tolerance_of,
     with_a_label,
 )
-from elaswave_plugin.adapters.host_draws import undone_numbers
+from elaswave_plugin.adapters.host_draws import undone_draws
 from elaswave_plugin.core.step.loss_parts import RULES, SAMPLES, TOKENS, Interval, Pass, passes
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loss_terms import added
@@ -74,7 +77,11 @@ class OwnLoss:
         self._kind = LossKind(self._declared or SAMPLES)
         self._served: Served | None = None
         self._passes: Sequence[Pass] = ()
-        self._has_terms = self._is_silent = self._is_mixed_told = False
+        self._has_terms = False
+        # Losses that the model has returned since the last backward pass.
+        self._returned: list[torch.Tensor] = []
+        # What was said.
+        self._told: set[str] = set()
 
     # ---- its kind -------------------------------------------------------------------------------
 
@@ -106,42 +113,84 @@ class OwnLoss:
             declared=self._declared,
             shifts=True,
             tolerance=tolerance,
+            draws=partial(self._draws, call, ask, tolerance),
         )
         silent: dict[str, Kinds] = {name: {} for name, _ in everyone if name.endswith(UNLABELLED)}
         self._known.update({**silent, **found})
+        self._settle()
+
+    def agree(self) -> None:
+        """Have all workers know the same after a recovery (collective over WORLD).
+
+        One that came later knows nothing, and a loss may have met the first step's asking.
+        """
+        plain = {
+            pattern: {term: tuple(one) for term, one in kinds.items()}
+            for pattern, kinds in self._known.items()
+        }
+        for is_inside, known in gathered((self._is_inside, plain)):
+            if self._is_inside is None:
+                self._is_inside = is_inside
+            for pattern, kinds in known.items():
+                self._known[pattern] = {term: LossKind(*one) for term, one in kinds.items()}
+        self._settle()
+
+    def _settle(self) -> None:
         # One loss: where it is a mean over labels, it is for every batch.
         kinds = [one for each in self._known.values() for one in each.values()]
         self._kind = max(kinds, key=lambda one: RULES.index(one.rule), default=self._kind)
 
+    def _draws(self, call: Batch, ask: Callable[..., Any], tolerance: float) -> bool:
+        found = draws(call, ask, tolerance=tolerance)
+        if found:
+            self._say(DRAWS, once="draws")
+        return found
+
     @torch.no_grad()
     def _loss(self, call: Batch) -> float | None:
         """Compute the loss that the model returns, without a draw; None where it returns none."""
-        with evaluating(self._engine.module), undone_numbers():
+        with evaluating(self._engine.module), undone_draws():
             places, names = inputs_of(call)
             loss = loss_in(self._compute(*places, **names))
         return None if loss is None else float(loss)
 
-    def due(self) -> float:
-        """Return the weight of the loss that is passed backward now."""
-        self._tell()
+    def due(self, loss: torch.Tensor) -> float:
+        """Return the weight of a loss that is passed backward now."""
+        returned, self._returned = self._returned, []
+        knows = self._declared is not None or self._has_terms
+        if self._is_inside is False and not knows:
+            self._tell_outside()
+        weighs = self._is_inside and self._kind.rule != SAMPLES and not knows
+        if weighs and not is_scaled(loss, returned):
+            self._say(
+                f"the script makes its loss of one that the model returns, of the kind"
+                f" {self._kind.rule!r}, and of others: after a loss of workers all of it counts as"
+                " that one; name its terms, as in elaswave_plugin.terms("
+                f"{self._kind.rule}=output.loss, samples=other)",
+                once="mixed",
+            )
         return 1.0 if self._has_terms else self.weight()
 
-    def _tell(self) -> None:
-        """Warn once of a loss of the script's own, of which it has said nothing."""
-        if self._is_silent:
+    def _tell_outside(self) -> None:
+        """Warn of a loss of the script's own, of which it has said nothing."""
+        served = self._served
+        if served is None:
             return
-        served, self._is_silent = self._served, True
-        knows = self._is_inside is not False or self._declared is not None or self._has_terms
-        if knows or served is None or not self._worker.owns_rank_0:
-            return
-        counts = counts_of(named(served.batch), shifts=False) or [0]
+        counts, seen = counts_of(named(served.batch), shifts=False) or [0], ""
         if len({*counts}) > 1:
-            say(
-                f"the samples of a micro-batch have {min(counts)} to {max(counts)} labels, and the"
-                " script computes its loss outside of the model: after a loss of workers it counts"
-                ' as a mean over samples; if it is one over labels, or a sum, have the key "loss"'
-                f' of the section "elaswave" say "tokens" or "sum" ({_PAGE})'
+            seen = f"the samples of a micro-batch have {min(counts)} to {max(counts)} labels, and "
+        if seen or served.is_cut:
+            self._say(
+                f"{seen}the script computes its loss outside of the model: after a loss of workers"
+                " it counts as a mean over samples; if it is one over labels, or a sum, have the"
+                ' key "loss" of the section "elaswave" say "tokens" or "sum"',
+                once="outside",
             )
+
+    def _say(self, sentence: str, *, once: str) -> None:
+        if self._worker.owns_rank_0 and once not in self._told:
+            self._told.add(once)
+            say(f"{sentence} ({_PAGE})")
 
     # ---- its weight -----------------------------------------------------------------------------
 
@@ -150,9 +199,12 @@ class OwnLoss:
         self._served = served
         self._passes = passes(served.share, served.launch, tokens=None, rules=(SAMPLES,))
 
-    def _count(self, served: Served) -> None:
+    def _count(self, served: Served, call: Batch) -> None:
         """Weigh by the labels of all workers' shares (collective over WORLD)."""
-        mine = counts_of(named(served.batch), shifts=self._kind.shifts) or []
+        # A script may make the labels of what was served.
+        counted = [counts_of(one, shifts=self._kind.shifts) for one in (call, named(served.batch))]
+        size = served.share[1] - served.share[0]
+        mine = next((one for one in counted if one is not None and len(one) == size), [])
         by_rank = zip(self._worker.view.ranks, gathered(mine), strict=True)
         # Shares are in the order of slots.
         counts = [one for _, each in sorted(by_rank, key=lambda pair: pair[0]) for one in each]
@@ -169,13 +221,13 @@ class OwnLoss:
             # ZeRO-3 gathers the weights for each pass, on all workers.
             void = Pass(*served.share, 0, dict.fromkeys(RULES, 0.0))
             self._passes = [*self._passes, *[void] * (most - len(self._passes))]
-        elif most > 1 and self._worker.owns_rank_0 and not self._is_mixed_told:
-            self._is_mixed_told = True
-            say(
+        elif most > 1:
+            self._say(
                 "the loss is a mean over labels, which the script computes outside of the model, of"
                 " samples of micro-batches that had different numbers of labels at the launch: the"
                 " losses differ from those of a run without a loss of workers; have the model"
-                f" return the loss, or divide it by the labels of all workers ({_PAGE})"
+                " return the loss, or divide it by the labels of all workers",
+                once="labels",
             )
 
     def weight(self, rule: str | None = None) -> float:
@@ -206,9 +258,15 @@ class OwnLoss:
         if self._is_inside is not False and (served.is_cut or step & (step - 1) == 0):
             self._learn(served, call)
         if served.is_cut:
-            self._count(served)
+            self._count(served, call)
+        output = self._pass(native, served, call)
+        self._returned += filter(torch.is_tensor, [loss_in(output)])
+        return output
+
+    def _pass(self, native: Callable[..., Any], served: Served, call: Batch) -> Any:
         if not (self._is_inside and self._kind.rule == TOKENS and len(self._passes) > 1):
-            return native(*inputs, **kwargs)
+            places, names = inputs_of(call)
+            return native(*places, **names)
         outputs = []
         first, count = served.share[0], served.share[1] - served.share[0]
         for one in self._passes:
@@ -241,6 +299,17 @@ def loss_in(output: Any) -> torch.Tensor | None:
     elif isinstance(output, tuple | list) and output:
         output = output[0]
     return output if torch.is_tensor(output) and output.ndim == 0 else None
+
+
+def is_scaled(loss: torch.Tensor, returned: Sequence[torch.Tensor]) -> bool:
+    """Return whether a loss is the only one that was returned, or that by a number."""
+    if len(returned) != 1:
+        return not returned
+    wanted, node = returned[0].grad_fn, loss.grad_fn
+    while node is not None and node is not wanted:
+        befores = [one for one, _ in node.next_functions if one is not None]
+        node = befores[0] if len(befores) == 1 else None
+    return node is wanted
 
 
 def joined(outputs: Sequence[Any], weights: Sequence[float], kept: Sequence[bool]) -> Any:

@@ -12,12 +12,15 @@ from accelerate.state import AcceleratorState, PartialState
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import asking_patches
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
+    DRAWS,
+    IGNORED,
     UNLABELLED,
     WHOLE,
     Kinds,
     Told,
     check_padding,
     counts_of,
+    draws,
     evaluating,
     kinds_of,
     known_of,
@@ -30,7 +33,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     with_a_label,
 )
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
-from elaswave_plugin.adapters.host_draws import undone_numbers
+from elaswave_plugin.adapters.host_draws import undone_draws
 from elaswave_plugin.core.step.loss_parts import (
     RULES,
     SAMPLES,
@@ -40,6 +43,7 @@ from elaswave_plugin.core.step.loss_parts import (
     passes,
 )
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loss_terms import added, weighed_by
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.values.gathered import gathered
@@ -68,6 +72,7 @@ class Weighing:
         self._trainer = trainer
         self._declared = declared
         args = trainer.args
+        self._draws_told = False
         self._items_are_own = not args.average_tokens_across_devices
         self._shifts = bool(getattr(trainer, "_loss_shifts_labels", True))
 
@@ -87,14 +92,15 @@ class Weighing:
         state = self._job.trainer_state
         # Subclasses keep metrics of each loss.
         before = state.keep()
-        with evaluating(model), torch.no_grad(), undone_numbers(), self._job.uncompiled():
+        with evaluating(model), torch.no_grad(), self._job.uncompiled():
             found = self._found(model, batch, number, num_items)
         state.put_back(before)
         state.loss_kinds.update(found)
 
     def _loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
         """Compute a loss as the Trainer does; some take the labels out of a batch."""
-        with self._trainer.compute_loss_context_manager():
+        # Each pass draws the same.
+        with self._trainer.compute_loss_context_manager(), undone_draws():
             loss: torch.Tensor = self._trainer.compute_loss(
                 model, copy.copy(batch), num_items_in_batch=num_items
             )
@@ -103,10 +109,12 @@ class Weighing:
     def _found(self, model: Any, batch: Any, number: int, num_items: Any) -> dict[str, Kinds]:
         compute = partial(self._loss, model)
         batch = self._trainer._prepare_inputs(batch)
+        if self._items_are_own and num_items is not None:
+            self._check_items(batch, self._samples(number))
         tolerance = tolerance_of(self._job.engine)
         once = losses_of(compute, batch, num_items)
+        ask = partial(losses_of, compute, num_items=num_items)
         if self._declared is None:
-            ask = partial(losses_of, compute, num_items=num_items)
             check_padding(batch, ask, tolerance=tolerance)
         items = None if num_items is None else losses_of(compute, batch, 2 * num_items)
         with _twice_the_processes():
@@ -114,7 +122,14 @@ class Weighing:
 
         def parts() -> Any:
             made = parts_of(batch, self._samples(number))
-            return told_parts(made, lambda one: losses_of(compute, one, num_items))
+            return told_parts(made, ask)
+
+        def follows_draws() -> bool:
+            found = draws(batch, ask, tolerance=tolerance)
+            if found and self._job.speaks and not self._draws_told:
+                self._draws_told = True
+                say(f"{DRAWS} (docs/huggingface.md)")
+            return found
 
         told = gathered((pattern_of(batch), once, items, processes))
         # A loss of no label is nothing, and is asked once; another one may become something.
@@ -125,6 +140,7 @@ class Weighing:
             declared=self._declared,
             shifts=self._shifts,
             tolerance=tolerance,
+            draws=follows_draws,
         )
         return {**silent, **known}
 
@@ -143,9 +159,9 @@ class Weighing:
                 self._turns(number, *one, num_items, None, None)
                 for number, one in enumerate(zip(batches, kinds, strict=True))
             ]
-        shifts = self._shifts if own else any(one.shifts for one in by_labels)
+        shifts = any(one.shifts for one in by_labels)
         counts = job.of_all([counts_of(batch, shifts=shifts) or [] for batch in batches])
-        items = self._items_of_replicas(counts) if own else None
+        items = self._items_of_replicas(job.of_all([*map(self._items, batches)])) if own else None
         turns = [
             self._turns(number, *one, num_items, counts[number], items)
             for number, one in enumerate(zip(batches, kinds, strict=True))
@@ -195,6 +211,21 @@ class Weighing:
                 " micro-batches: have the loss divided by num_items_in_batch"
             )
         return taken(batch, range(one.start - share[0], one.stop - share[0]), num_samples)
+
+    def _items(self, batch: Any) -> list[int]:
+        """Return the items of each row of a batch, as the Trainer counts them."""
+        labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
+        if self._shifts and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return [int(one) for one in labels.ne(IGNORED).view(len(labels), -1).sum(1)]
+
+    def _check_items(self, batch: Any, num_samples: int) -> None:
+        if len(self._items(batch)) != num_samples:
+            raise ConfigurationError(
+                f"average_tokens_across_devices is False in the TrainingArguments, and a batch of"
+                f" {num_samples} samples has {len(self._items(batch))} rows, so that the items of"
+                " each are unknown after a loss of workers; set it to True"
+            )
 
     def _samples(self, number: int) -> int:
         """Return the samples of this worker in a micro-batch."""
