@@ -36,7 +36,8 @@ from elaswave_plugin.errors import ConfigurationError
 @contextmanager
 def alone() -> Iterator[None]:
     """A job of one worker."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:

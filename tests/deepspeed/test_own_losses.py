@@ -74,11 +74,14 @@ def test_a_worker_that_comes_back_asks_for_a_kind_with_the_others(
     run: Launch, twin: Twin, reference: Launch
 ) -> None:
     """In step 8 kinds are asked for that are unknown; this loss is outside of the model."""
-    spec = spec_of("1@2:backward", by="sum", says="sum", steps=10, respawn=5, changes=("+1@6",))
+    spec = spec_of(
+        "1@2:backward", by="sum", says="sum", steps=10, respawn=5, changes=("+1@6",), stage=3
+    )
     killed = run(spec)
     assert killed.returncode == 0, killed.output[-4000:]
     check_recovered(killed, twin=twin(killed), reference=reference(spec))
     assert [one["step"] for one in killed.events("entered")] == [6]
+    assert "exit code" not in killed.output, killed.output[-4000:]
 
 
 @pytest.mark.slow
