@@ -38,6 +38,7 @@ from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss, Served
 from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
+from elaswave_plugin.adapters.deepspeed.engine.resumed import Resumed
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.core.step.dataflow import Shares, share
@@ -108,8 +109,7 @@ class EngineJob(AttachedEngine):
         self._tokens = 0
         self._iterations = 0
         self._sealed = False
-        # Samples of the steps before the first one, in a job that is resumed; None if not known.
-        self._trained: int | None = None
+        self._resumed: Resumed | None = None
         # Whether the step has batches; one that loads weights has none.
         self._trains = True
         # Whether a call of ours runs now, that can absorb a loss.
@@ -216,6 +216,8 @@ class EngineJob(AttachedEngine):
                 self._worker.phases.announce("forward")
                 if not self._working:
                     self._state.enter_passes()
+                if self._resumed is not None:
+                    self._resumed.use()
             if self._needs_others_to_compute:
                 self._inputs = (inputs, kwargs)
             if counts or self._loop.dead or self._own_loss is None:
@@ -252,6 +254,8 @@ class EngineJob(AttachedEngine):
         return int(self._engine.zero_optimization_stage()) == 3
 
     def _recovered(self) -> None:
+        if self._resumed is not None:
+            self._resumed.check_redo(self._worker.completed)
         self._news.exchange()
         loader = self._framework.loader
         if loader is not None:
@@ -407,11 +411,12 @@ class EngineJob(AttachedEngine):
         if self._sealed:
             refuse_late_load()
         engine = self._engine
-        load = partial(load_checked, native, engine, *args, **kwargs)
-        loaded = self._loads.load(engine, load)
-        steps, samples = int(engine.global_steps), int(engine.global_samples)
-        if steps:
+        loaded = self._loads.load(engine, partial(load_checked, native, engine, *args, **kwargs))
+        if steps := int(engine.global_steps):
+            samples = int(engine.global_samples)
             self.own_loops.loaded(steps=steps, samples=samples, batch=engine.train_batch_size())
+            if self._repeats_bodies:
+                self._resumed = Resumed(samples, speaks=self._worker.owns_rank_0)
         return loaded
 
     @abandoning
@@ -503,6 +508,8 @@ class EngineJob(AttachedEngine):
         if not self._sealed:
             check_schedules(self._engine)
             self._begin()
+        if self._resumed is not None and not self._loop.dead and self._resumed.passes_over():
+            self._loop.iteration -= 1
         if not loader.lagging:
             self._loop.enter()
         self._loop.set_lagging(loader.lagging)
@@ -564,16 +571,12 @@ class EngineJob(AttachedEngine):
         self._tokens += tokens
         if self._timer is not None:
             self._timer.serve(len(mine.items), tokens)
-        worker.ledger.emit(
-            "consumed",
-            slot=worker.slot,
-            epoch=worker.view.epoch,
-            step=step,
-            k=iteration,
-            samples=list(mine.ids),
-            items=list(mine.items),
-            **({} if step or self._trained is None else {"trained": self._trained}),
-        )
+        where = {"epoch": worker.view.epoch, "step": step, "k": iteration, "items": [*mine.items]}
+        consume = partial(worker.ledger.emit, "consumed", slot=worker.slot, **where)
+        if step or self._resumed is None:
+            consume(samples=list(mine.ids))
+        else:
+            self._resumed.serve(loader, items, mine.ids, consume, begins=iteration == 0)
         return batch
 
     # ---- the end --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import WHOLE, Kinds, LossKind
 from elaswave_plugin.adapters.deepspeed.engine.monitor import Holders
+from elaswave_plugin.adapters.deepspeed.engine.resumed import Resumed
 from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import weight
 from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
 from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM, Interval
@@ -86,7 +87,7 @@ class TrainerJob(EngineJob):
 
         ``read_again``: how many of the last ones come first.
         """
-        self._trained = samples
+        self._resumed = Resumed(samples, is_placed=True)
         loader.position = replace(loader.position, served=samples - read_again)
 
     def put_back(self) -> None:

@@ -33,6 +33,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import (
     tokens_of,
 )
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads
+from elaswave_plugin.adapters.deepspeed.engine.resumed import Resumed
 from elaswave_plugin.adapters.deepspeed.pipeline.framework import PipelineFramework
 from elaswave_plugin.adapters.deepspeed.pipeline.grid import launch_replicas
 from elaswave_plugin.adapters.deepspeed.pipeline.newcomer import PipelineKnowledge
@@ -133,6 +134,8 @@ class PipelineJob(AttachedEngine):
         self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
         framework.hides_counters = self._loop.is_lagging
         self._loads = Loads(worker)
+        # Where a job that is resumed begins.
+        self._resumed: Resumed | None = None
         self._sealed = self._evaluating = False
         self._data: Any = None
         # Of the present attempt of a step.
@@ -344,6 +347,8 @@ class PipelineJob(AttachedEngine):
         loader = self._framework.loader
         found: list[Microbatch] = []
         assert loader is not None
+        if self._resumed is not None and self._worker.completed == 0:
+            self._resumed.begin(loader, self._next_items(loader), are_read=False)
         for _ in range(self._num_microbatches // self._width):
             items, first = self._next_items(loader), loader.position.served
             size = len(items) // self._width
@@ -384,6 +389,7 @@ class PipelineJob(AttachedEngine):
                     k=number,
                     samples=list(one.ids),
                     items=list(items),
+                    **(self._resumed.told(worker.completed) if self._resumed else {}),
                 )
             yield batch
 
@@ -485,7 +491,11 @@ class PipelineJob(AttachedEngine):
                 "replaces is in the snapshots already; load before the loop starts"
             )
         load = partial(load_checked, native, self._engine, *args, **kwargs)
-        return self._loads.load(self._engine, load)
+        loaded = self._loads.load(self._engine, load)
+        if self._engine.global_steps:
+            trained = int(self._engine.global_samples)
+            self._resumed = Resumed(trained, speaks=self._worker.owns_rank_0)
+        return loaded
 
     # ---- the end --------------------------------------------------------------------------------
 
