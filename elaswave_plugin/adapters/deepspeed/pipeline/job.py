@@ -89,6 +89,9 @@ class Rereading:
 class PipelineJob(AttachedEngine):
     """One worker's part of a pipeline in an elastic job."""
 
+    # Where a job that is resumed begins.
+    _resumed: Resumed | None = None
+
     def __init__(self, worker: Worker, engine: Any, *, patches: PatchSet, seed: int) -> None:
         """Take the engine into care and seal its state; raises ConfigurationError."""
         check_engine(engine)
@@ -134,8 +137,6 @@ class PipelineJob(AttachedEngine):
         self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
         framework.hides_counters = self._loop.is_lagging
         self._loads = Loads(worker)
-        # Where a job that is resumed begins.
-        self._resumed: Resumed | None = None
         self._sealed = self._evaluating = False
         self._data: Any = None
         # Of the present attempt of a step.
