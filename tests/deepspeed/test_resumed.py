@@ -1,4 +1,4 @@
-"""Where a loop that the script owns begins in the data, in a job that is resumed."""
+"""The place at which a loop that the script owns begins in the data, in a job that is resumed."""
 
 from typing import Any
 

@@ -207,7 +207,7 @@ class ElasticLoader:
         return self.dataset is self._order
 
     def place_behind(self, samples: int) -> tuple[int, int]:
-        """Return the epoch and iteration behind so many samples of steps; not of a stream."""
+        """Return the epoch and iteration behind a number of samples of steps; not of a stream."""
         made = samples // len(self._order.items(0, 0))
         return divmod(made, self._order.iterations_of(0))
 

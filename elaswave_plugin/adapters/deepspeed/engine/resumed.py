@@ -1,4 +1,4 @@
-"""Where a loop that the script owns begins in the data, in a job that is resumed."""
+"""The place at which a loop that the script owns begins in the data, in a job that is resumed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ class Resumed:
             self.use()
 
     def told(self, step: int) -> dict[str, int]:
-        """What the ledger says of a step beside its samples."""
+        """Return what the ledger says of a step beside its samples."""
         return {} if step else {"trained": self.trained}
 
     def use(self) -> None:
