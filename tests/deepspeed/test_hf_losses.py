@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
-from tests.deepspeed.hf_runs import AUTO, check_tapes
+from tests.deepspeed.hf_runs import AUTO, check_tapes, logs
 from tests.faults.harness import Outcome
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -75,6 +75,29 @@ def test_a_micro_batch_without_a_label_says_nothing_of_the_loss(
     assert len(items) == 8
     option = f"--unlabelled={','.join(map(str, items))}"
     check(run, twin, reference, replace(spec, options=(*spec.options, option)))
+
+
+@proves(Kind.KILL, Promise.CLOSE)
+def test_the_kind_of_a_loss_that_is_not_finite_at_first_is_found_later(
+    run: Launch, reference: Launch
+) -> None:
+    """The log has the Trainer's 0 for it, by its filter."""
+    spec = spec_of("1@2:backward", loss="labels", options=("--not-finite=0",))
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert len(killed.events("fault_fired")) == 1
+    check_tapes(killed, reference(spec), survivors=3)
+    first, second = [loss for _, _, loss in logs(killed)[:2]]
+    assert first == 0.0 and second > 1.0 and "is not finite, so" not in killed.output
+
+
+@proves(Kind.KILL, Promise.NAMED)
+@pytest.mark.slow
+def test_a_loss_of_unknown_kind_is_named_where_a_worker_is_lost_in_its_step(run: Launch) -> None:
+    """Nothing tells the weight of its gradient."""
+    killed = run(spec_of("1@0:backward", loss="labels", options=("--not-finite=0",)))
+    assert killed.returncode == 0 and len(killed.events("fault_fired")) == 1
+    assert killed.output.count("the loss of step 0 is not finite, so nothing tells") == 1
 
 
 @pytest.mark.parametrize(

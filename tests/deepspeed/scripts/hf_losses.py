@@ -70,6 +70,19 @@ class OwnLoss(Trainer):
         return (first * second).mean() + by_items
 
 
+def not_finite(base: type[Trainer], step: int | None) -> type[Trainer]:
+    """Return a Trainer whose loss is NaN in this step, of which the gradient knows nothing."""
+
+    class NotFinite(base):  # type: ignore[misc, valid-type]
+        """Counts from 0."""
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **more)
+            return loss + float("nan") if self.state.global_step == step else loss
+
+    return NotFinite
+
+
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
@@ -80,6 +93,8 @@ def main() -> None:
     parser.add_argument("--padded", action="store_true", help="samples of different lengths")
     parser.add_argument("--own-items", action="store_true", help="items of a worker's own batches")
     parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--not-finite", type=int, help="the loss of this step")
+    parser.add_argument("--no-filter", action="store_true", help="logged as it is")
     args, _ = parser.parse_known_args()
     unlabelled = set(filter(None, args.unlabelled.split(",")))
     for event in EVENTS:
@@ -103,7 +118,8 @@ def main() -> None:
             return {name: one[kept] for name, one in sample.items()}
 
     OwnLoss.kind = args.loss
-    trainer = (Trainer if args.loss == "items" else OwnLoss)(
+    made = not_finite(Trainer if args.loss == "items" else OwnLoss, args.not_finite)
+    trainer = made(
         model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32)),
         args=TrainingArguments(
             output_dir=str(place / "trainer"),
@@ -114,6 +130,7 @@ def main() -> None:
             average_tokens_across_devices=not args.own_items,
             learning_rate=1e-3,
             logging_steps=1,
+            logging_nan_inf_filter=not args.no_filter,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ class Weighing:
         self._draws_told = False
         self._items_are_own = not args.average_tokens_across_devices
         self._shifts = bool(getattr(trainer, "_loss_shifts_labels", True))
+        self._unknown_told = False
 
     # ---- the kinds ------------------------------------------------------------------------------
 
@@ -132,6 +134,8 @@ class Weighing:
             return found
 
         told = gathered((pattern_of(batch), once, items, processes))
+        if not all(isfinite(one) for _, losses, *_ in told for one in losses.values()):
+            self._tell_of_the_unknown()
         # A loss of no label is nothing, and is asked once; another one may become something.
         silent: dict[str, Kinds] = {one[0]: {} for one in told if one[0].endswith(UNLABELLED)}
         known = kinds_of(
@@ -143,6 +147,20 @@ class Weighing:
             draws=follows_draws,
         )
         return {**silent, **known}
+
+    def _tell_of_the_unknown(self) -> None:
+        """Say once that a loss which is not finite tells no weight for parts of unequal size."""
+        job = self._job
+        if self._unknown_told or job.has_launch_shares:
+            return
+        self._unknown_told = True
+        if job.speaks:
+            say(
+                f"the loss of step {job.trainer_state.trainer.state.global_step} is not finite, so"
+                " nothing tells whether it is a mean over samples or over labels: what workers have"
+                " lost is weighed by samples here, and its gradient may differ from that of a run"
+                " without a loss of workers"
+            )
 
     # ---- the passes -----------------------------------------------------------------------------
 
