@@ -436,11 +436,7 @@ def check_survived(run: Outcome) -> None:
     lost |= {*run.spec.lost_trainers}
     assert lost.isdisjoint(run.events("view_committed")[-1]["ranks"])
     # A worker that fails by itself is survived too, and its loss would go unseen.
-    reasons = " ".join(event["reason"] for event in run.events("view_committed"))
-    told = re.findall(r"worker (\d+) \(node \d+\) (?:left|was lost)", reasons)
-    ended = {(event["slot"], event["status"]) for event in run.events("worker_exited")}
-    failed = {slot for slot, how in ended if "exit code" in how and how != "exit code 0"}
-    assert failed - {*map(int, told)} == {*run.spec.failing}, f"failed by themselves: {ended}"
+    assert failed_by_themselves(run) == {*run.spec.failing}, run.events("worker_exited")
     departures = [change for change in run.spec.changes if not change.startswith("+")]
     assert len(run.events("departed")) == len(departures)
     assert pids_unchanged(run.files)
@@ -449,6 +445,16 @@ def check_survived(run: Outcome) -> None:
     assert audit_samples(run.files, batches=run.spec.batches) == (0, 0)
     assert len(run.trace()) == len(run.spec.batches)
     check_judged(run)
+
+
+def failed_by_themselves(run: Outcome) -> set[int]:
+    """Slots of workers that failed before the job was over, and were not told to leave."""
+    over_s = min((event["time_s"] for event in run.events("job_over")), default=float("inf"))
+    ended = [event for event in run.events("worker_exited") if event["time_s"] < over_s]
+    failed = {e["slot"] for e in ended if re.fullmatch(r"exit code [1-9]\d*", e["status"])}
+    reasons = " ".join(event["reason"] for event in run.events("view_committed"))
+    told = re.findall(r"worker (\d+) \(node \d+\) (?:left|was lost)", reasons)
+    return failed - {*map(int, told)}
 
 
 def check_written(run: Outcome) -> None:
