@@ -20,7 +20,8 @@ from tests.sample import sampled
 
 def spec_of(*kills: str, loss: str, options: Sequence[str] = (), **changes: Any) -> EngineSpec:
     """Samples have 2 to 31 labels, two are in a micro-batch."""
-    given = {"stage": 2, "global_batch": 16, "settings": json.dumps(AUTO), **changes}
+    batch = 8 if "--batch-size=1" in options else 16
+    given = {"stage": 2, "global_batch": batch, "settings": json.dumps(AUTO), **changes}
     return EngineSpec(
         script=str(SCRIPTS / "hf_losses.py"),
         kills=kills,
@@ -53,6 +54,7 @@ def check(run: Launch, twin: Twin, reference: Launch, spec: EngineSpec) -> Outco
             ("labels", (), 0),
             ("items", ("--own-items",), 3),
             ("items", ("--padded",), 2),
+            ("classes", ("--batch-size=1",), 2),
             ("labels", ("--padded",), 3),
         ],
         share=3,
@@ -100,6 +102,7 @@ def test_a_loss_of_unknown_kind_is_named_where_a_worker_is_lost_in_its_step(run:
     assert killed.output.count("the loss of step 0 is not finite, so nothing tells") == 1
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize(
     ("loss", "told", "advice"),
     [

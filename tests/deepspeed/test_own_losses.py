@@ -93,6 +93,7 @@ def test_a_loss_that_may_be_weighed_wrong_is_told(run: Launch, by: str, told: st
     assert killed.events("fault_fired") and killed.output.count(told) == 1
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_loss_of_pairs_is_refused_in_the_first_step(run: Launch) -> None:
     refused = run(spec_of(by="pairs"))
     assert refused.returncode == 2

@@ -57,6 +57,11 @@ class OwnLoss(Trainer):
             return by_labels
         if self.kind == "places":
             return by_items + losses.mean()
+        if self.kind == "classes":
+            # Samples of another class count more, in the mean over a batch.
+            classes = 1.0 + inputs["input_ids"][:, 0] % 3
+            means = losses.sum(1) / has_label.sum(1).clamp(min=1)
+            return (means * classes).sum() / classes.sum()
         if self.kind == "samples":
             return (losses.sum(1) / has_label.sum(1).clamp(min=1)).mean()
         if self.kind == "mixed":

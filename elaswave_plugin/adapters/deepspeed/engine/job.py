@@ -97,7 +97,6 @@ class EngineJob(AttachedEngine):
         self._loop = self._loop_kind(steps, after_recovery=self._recovered)
         # Whether what counts the micro-batches of a step knows where a redone one begins.
         self.boundaries_follow = False
-        # Called on every worker after each recovery.
         self.reactions: list[Callable[[], None]] = []
         self._own_loss = self._make_own_loss()
         self._stand_in = StandIn(engine.module)

@@ -38,9 +38,9 @@ DRAWS = (
     ' "loss" of the section "elaswave" say "tokens" or "sum"'
 )
 _NAME_TERMS = (
-    "after a loss of workers no one weight is right for it; name its terms, as in"
-    " elaswave_plugin.terms(tokens=cross_entropy, samples=distillation), or have the key"
-    ' "loss" of the section "elaswave" say "tokens", "samples" or "sum"'
+    "after a loss of workers no one weight is right for it; have the key"
+    ' "loss" of the section "elaswave" say what counts ("tokens", "samples" or "sum"), or name its'
+    " terms, as in elaswave_plugin.terms(tokens=cross_entropy, samples=distillation)"
 )
 
 

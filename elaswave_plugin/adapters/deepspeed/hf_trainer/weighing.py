@@ -38,6 +38,7 @@ from elaswave_plugin.adapters.host_draws import undone_draws
 from elaswave_plugin.core.step.loss_parts import (
     RULES,
     SAMPLES,
+    SUM,
     TOKENS,
     Interval,
     Pass,
@@ -77,6 +78,8 @@ class Weighing:
         self._items_are_own = not args.average_tokens_across_devices
         self._shifts = bool(getattr(trainer, "_loss_shifts_labels", True))
         self._unknown_told = False
+        # Whether micro-batches of the launch, of one sample each, are passed one by one.
+        self._is_alone = False
 
     # ---- the kinds ------------------------------------------------------------------------------
 
@@ -170,9 +173,12 @@ class Weighing:
         if job.has_launch_shares:
             return [[Turn(batch, {}, num_items, dict.fromkeys(RULES, 1.0))] for batch in batches]
         kinds = [known_of(known, pattern_of(batch)) or {} for batch in batches]
-        by_labels = {one for each in known.values() for one in each.values() if one.rule == TOKENS}
+        every = {one for each in known.values() for one in each.values()}
+        by_labels = {one for one in every if one.rule == TOKENS}
         own = self._items_are_own and num_items is not None
-        if not (by_labels or own):
+        # Of one sample nobody has seen parts: whole micro-batches need none.
+        self._is_alone = job.batch_shape[1] == 1 and any(one.rule != SUM for one in every)
+        if not (by_labels or own or self._is_alone):
             return [
                 self._turns(number, *one, num_items, None, None)
                 for number, one in enumerate(zip(batches, kinds, strict=True))
@@ -207,7 +213,8 @@ class Weighing:
         if counts is not None and len(counts) != launch[-1][1]:
             # Batches without labels, on some worker.
             counts = None
-        made = passes(share, launch, tokens=counts, rules=[*rules], apart=items)
+        apart = range(len(launch)) if items is None and self._is_alone else items
+        made = passes(share, launch, tokens=counts, rules=[*rules], apart=apart)
         return [
             Turn(
                 self._rows(batch, share, one),
