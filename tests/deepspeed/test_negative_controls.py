@@ -27,7 +27,8 @@ BROKEN_BITS = {
 }
 # Each worker's mean counts the same, whatever its share.
 EQUAL_WEIGHTS = (
-    "from elaswave_plugin.core.step.dataflow import Shares; Shares.weight = lambda *_: 1.0"
+    "from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss;"
+    " OwnLoss.weight = lambda *_: 1.0"
 )
 
 

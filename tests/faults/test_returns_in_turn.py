@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, check_equal
+from tests.faults.harness import JobSpec, check_equal, failed_by_themselves
 from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_join import IN_TURN, entered, last_ranks
 from tests.proofs import Kind, Promise, proves
@@ -61,5 +61,6 @@ def check_in_turn(
     spec = in_turn(replace(base, script=script), order)
     survived = run(spec)
     check_equal(survived, reference(spec))
+    assert not failed_by_themselves(survived)
     assert entered(survived) == [(slot, 1) for slot in order]
     assert sorted(last_ranks(survived)) == list(range(spec.nproc))

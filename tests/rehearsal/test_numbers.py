@@ -26,7 +26,7 @@ COUNTS = (
 )
 
 
-@proves(Kind.KILLS, Promise.SEEN)
+@proves(Kind.SABOTAGE, Promise.SEEN)
 def test_a_validation_loss_that_follows_the_workers_is_named(
     rehearse: Rehearse, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from tests.adapters.megatron_lm.harness import (
     printed,
 )
 from tests.adapters.megatron_lm.test_pieces import check_checkpoints
-from tests.faults.harness import Outcome, check_equal
+from tests.faults.harness import Outcome, check_equal, failed_by_themselves
 from tests.faults.test_join import IN_TURN
 from tests.proofs import Kind, Promise, proves
 
@@ -98,6 +98,7 @@ def test_three_of_tp_pp_dp_come_back_one_after_the_other(
     )
     whole = run(spec)
     check_equal(whole, reference(spec))
+    assert not failed_by_themselves(whole)
     assert [(one["slot"], one["incarnation"]) for one in whole.events("entered")] == [
         (slot, 1) for slot in order
     ]
