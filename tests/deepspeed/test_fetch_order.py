@@ -39,6 +39,9 @@ def late(ints):
             time.sleep(0.001)
         raise TimeoutError("nobody was lost within 60 s")
 EngineJob._attached, coordinators.assert_ints_same_as_other_ranks = keep, late
+# The passes that ask for the kind of the loss compare their orders, too.
+from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss
+OwnLoss._learn = lambda *_: None
 """
 # In the first pass with a complete order a worker is lost between two modules, when one survivor
 # has found out what the first of them releases and the other one has not. The bucket ends where it
