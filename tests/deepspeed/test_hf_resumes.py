@@ -111,7 +111,6 @@ def test_a_stream_is_resumed_in_its_third_pass_and_a_worker_is_lost_and_comes_ba
 
 
 @proves(Kind.RESUME, Promise.SAME)
-@pytest.mark.slow
 def test_a_stream_that_draws_on_over_its_passes_is_read_from_the_first_one(
     run: Launch, reference: Launch
 ) -> None:
