@@ -98,6 +98,7 @@ def asked(
     *batches: dict[str, Any],
     items: float | None = ITEMS,
     declared: str | None = None,
+    is_alone: bool = False,
     follows_draws: bool = False,
 ) -> Mapping[str, Kinds]:
     """Ask for the kind of a loss, of the batches of some workers."""
@@ -120,6 +121,7 @@ def asked(
         parts,
         declared=declared,
         shifts=True,
+        is_alone=is_alone,
         tolerance=2e-5,
         draws=lambda: follows_draws,
     )
@@ -197,6 +199,34 @@ def test_a_loss_that_draws_is_taken_for_a_mean_over_samples() -> None:
     drawn = iter([0.7, 0.7, 0.9, 0.8, 0.6])
     found = asked(lambda b, i, p: next(drawn), batch, items=None, follows_draws=True)
     assert found == {"ids": {WHOLE: LossKind(SAMPLES)}}
+
+
+@given(seed=st.integers(0, 99), count=st.integers(2, 8))
+def test_a_mean_that_weighs_samples_is_that_of_a_whole_micro_batch(seed: int, count: int) -> None:
+    """Refused where parts of one are passed; one of a single sample never has parts."""
+
+    def weighed(batch: Any, items: float, processes: int) -> float:
+        losses, weights = table(batch)[0].sum(1), 1.5 + batch["ids"][:, 0] % 3
+        return float((losses * weights).sum() / weights.sum())
+
+    one = batch_of(count, seed=seed)
+    found = asked(weighed, one, items=None, is_alone=True)
+    assert found == {pattern_of(one): {WHOLE: LossKind(SAMPLES, is_alone=True)}}
+    assert asked(by_samples, one, items=None, is_alone=True) == {
+        pattern_of(one): {WHOLE: LossKind(SAMPLES)}
+    }
+
+
+def test_a_made_sample_differs_from_the_one_it_is_made_of() -> None:
+    batch = {
+        "ids": torch.tensor([[5, 6, 7], [8, 9, 1]]),
+        "weights": torch.tensor([0.5]),
+        "class": torch.tensor([0]),
+    }
+    whole, _, second = parts_of(batch, 1).batches
+    assert whole["ids"].tolist() == [[5, 6, 7], [7, 6, 5], [8, 9, 1], [1, 9, 8]]
+    assert whole["weights"].tolist() == [0.5, 1.0] and second["weights"].tolist() == [1.0]
+    assert whole["class"].tolist() == [0, 1]
 
 
 def test_draws_are_told_from_a_loss_that_only_batches_change() -> None:

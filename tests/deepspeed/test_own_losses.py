@@ -18,7 +18,7 @@ TOLD = "the samples of a micro-batch have"
 
 
 def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> EngineSpec:
-    """Samples have 2 to 31 labels, two are in a micro-batch."""
+    """Samples have 2 to 31 labels, two are in a micro-batch of 16 for four workers."""
     options = (f"--by={by}", *(() if says is None else (f"--says={says}",)))
     given = {"stage": 2, "global_batch": 16, **changes}
     script = str(SCRIPTS / "own_losses.py")
@@ -38,6 +38,7 @@ def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> En
             ("sum", "sum", 3),
             ("model", "tokens", 0),
             ("all", "samples", 2),
+            ("classes", None, 3),
         ],
         share=3,
     ),
@@ -45,7 +46,8 @@ def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> En
 def test_the_losses_are_those_of_the_undisturbed_run(
     run: Launch, twin: Twin, reference: Launch, by: str, says: str | None, stage: int
 ) -> None:
-    spec = spec_of("1@2:backward", by=by, says=says, stage=stage)
+    batch = 8 if by == "classes" else 16
+    spec = spec_of("1@2:backward", by=by, says=says, stage=stage, global_batch=batch)
     killed = run(spec)
     assert killed.returncode == 0, killed.output[-4000:]
     check_recovered(killed, twin=twin(killed), reference=reference(spec))

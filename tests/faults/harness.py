@@ -443,12 +443,22 @@ def check_survived(run: Outcome) -> None:
     assert pids_unchanged(run.files)
     assert not disagreeing_steps(run.files)
     assert not run.orphans
-    # Of this run, whatever a checkpoint that it has loaded was trained on.
-    ledger = tuple({k: v for k, v in one.items() if k != "trained"} for one in run.files.ledger)
-    files = replace(run.files, ledger=ledger)
-    assert audit_samples(files, batches=run.spec.batches) == (0, 0)
+    assert audit_samples(of_its_own(run.files), batches=run.spec.batches) == (0, 0)
     assert len(run.trace()) == len(run.spec.batches)
     check_judged(run)
+
+
+def of_its_own(files: RunFiles) -> RunFiles:
+    """The files, with samples counted from where this run begins: at the front, or as resumed.
+
+    A loop of its own may begin at the front after it has loaded a checkpoint, and is told so.
+    """
+    trained = max((line.get("trained", 0) for line in files.ledger), default=0)
+    if not trained:
+        return files
+    first = min(sample for line in files.ledger for sample in line["samples"])
+    assert first in {0, trained}, (first, trained)
+    return replace(files, ledger=tuple({**line, "trained": first} for line in files.ledger))
 
 
 def failed_by_themselves(run: Outcome) -> set[int]:

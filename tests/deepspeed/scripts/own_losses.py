@@ -50,6 +50,21 @@ class Pairs(torch.nn.Module):
         return (means * means.roll(1)).mean()
 
 
+class Classes(torch.nn.Module):
+    """A model whose loss is a mean in which samples of another class count more."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the batch."""
+        logits = self.model(input_ids=input_ids).logits.float()
+        losses = cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        classes = 1.0 + input_ids[:, 0] % 3
+        return (losses.mean(1) * classes).sum() / classes.sum()
+
+
 def unlabelled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make the labels of a batch in the loop, of where they begin."""
     tokens = batch["input_ids"]
@@ -63,9 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
-    parser.add_argument(
-        "--by", choices=("model", "made", "labels", "all", "sum", "terms", "pairs", "added")
-    )
+    kinds = ("model", "made", "labels", "all", "sum", "terms", "pairs", "added", "classes")
+    parser.add_argument("--by", choices=kinds)
     parser.add_argument("--says")
     args, _ = parser.parse_known_args()
     torch.manual_seed(1234)
@@ -74,14 +88,14 @@ def main() -> None:
         config["elaswave"]["loss"] = args.says
     model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
     engine, _, loader, _ = deepspeed.initialize(
-        model=Pairs(model) if args.by == "pairs" else model,
+        model={"pairs": Pairs, "classes": Classes}.get(args.by, lambda it: it)(model),
         model_parameters=model.parameters(),
         config=config,
         training_data=Ragged(has_labels=args.by != "made"),
     )
     while engine.global_steps < args.steps:
         for batch in loader:
-            if args.by in ("model", "pairs", "added"):
+            if args.by in ("model", "pairs", "added", "classes"):
                 output = engine(**batch)
                 loss = output if torch.is_tensor(output) else output.loss
                 if args.by == "added":

@@ -310,11 +310,8 @@ class EngineJob(AttachedEngine):
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> torch.Tensor:
-        weight = self._weight
-
         self._check_no_work("engine.backward")
-        if self._own_loss is not None:
-            weight = self._own_loss.due(loss)
+        weight = self._weight if self._own_loss is None else self._own_loss.due(loss)
 
         def work() -> torch.Tensor:
             self._losses.append(loss.detach().double().sum() * weight)
@@ -473,6 +470,7 @@ class EngineJob(AttachedEngine):
         position, monitor = self._framework.loader.position, self._monitor
         here = position.epoch, position.iteration
         own = [float(mine), self._tokens, monitor.writes, monitor.holds, *here]
+        own.append(self._own_loss is not None and self._own_loss.meets_unknown)
         ranks = self._worker.ranks
         paces = torch.zeros(len(ranks), 2, dtype=torch.float64)
         pace = self._worker.stopwatch.times.told_pace()
@@ -483,6 +481,8 @@ class EngineJob(AttachedEngine):
         told = zip(ranks, sums[len(own) :].view(-1, 2).tolist(), strict=True)
         self._worker.slow_workers.compare({slot: (one, int(n)) for slot, (one, n) in told if one})
         check_together(self._worker, here, (float(sums[4]), float(sums[5])))
+        if self._own_loss is not None:
+            self._own_loss.end_step(somebody_asks=bool(sums[6]))
         self._iterations = self._loop.iteration
         mean = float(sums[0]) / (self._iterations * dist.get_world_size())
         return mean, int(sums[1]), Holders(bool(sums[2]), bool(sums[3]))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed import checkpointing
 
 from elaswave_plugin.adapters.host_draws import seed_host, undone_draws
 from elaswave_plugin.core.step.loss_parts import (
@@ -30,6 +31,8 @@ WHOLE = ""
 IGNORED = -100
 _LABELS = ("shift_labels", "labels")
 UNLABELLED, _IGNORES = ", without a label", ", some labels"
+# Of a module in ZeRO-3 (deepspeed/runtime/zero/parameter_offload.py).
+_PASSES = "applied_pre_backward_ref_cnt"
 # A ratio that is nearer than this to 1, 2 or a half is that: relative, of losses in 32 and 16 bits.
 _TOLERANCE, _TOLERANCE_16_BITS = 2e-5, 1e-3
 DRAWS = (
@@ -47,12 +50,14 @@ _NAME_TERMS = (
 class LossKind(NamedTuple):
     """``rule``: of core/step/loss_parts.py; ``times_processes``: multiplied by their number.
 
-    ``shifts``: the first label of a sample counts for nothing.
+    ``shifts``: the first label of a sample counts for nothing; ``is_alone``: it is that of nothing
+    but a whole micro-batch of the launch.
     """
 
     rule: str = SAMPLES
     times_processes: bool = False
     shifts: bool = False
+    is_alone: bool = False
 
     def weight(self, weights: Mapping[str, float], *, launched: int, live: int) -> float:
         """Return the weight by which the mean over the workers stays that of the launch.
@@ -79,15 +84,22 @@ class Told(NamedTuple):
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model, and each of its modules, in evaluation mode in this block."""
-    modes = [(module, module.training) for module in model.modules()]
+def without_trace(model: torch.nn.Module) -> Iterator[None]:
+    """Have a pass in this block, in evaluation mode, that no backward pass follows.
+
+    Draws come again; what DeepSpeed counts for the backward pass is as before.
+    """
+    before = [(one, one.training, one.__dict__.get(_PASSES)) for one in model.modules()]
     model.eval()
     try:
-        yield
+        with undone_draws():
+            yield
     finally:
-        for module, training in modes:
+        for module, training, passes in before:
             module.training = training
+            if _PASSES in module.__dict__:
+                setattr(module, _PASSES, passes or 0)
+        checkpointing.reset()
 
 
 def tolerance_of(engine: Any) -> float:
@@ -153,20 +165,22 @@ def known_of(known: Mapping[str, Kinds], pattern: str) -> Kinds | None:
 
 def kinds_of(
     everyone: Sequence[Told],
-    ask_parts: Callable[[], Sequence[tuple[Mapping[str, Seen], Mapping[str, Seen]]]],
+    ask_parts: Callable[[], Sequence[tuple[Mapping[str, Seen], Mapping[str, Seen]]] | str],
     *,
     declared: str | None,
     shifts: bool,
+    is_alone: bool,
     tolerance: float,
     draws: Callable[[], bool],
 ) -> Mapping[str, Kinds]:
     """Return the kinds of the terms of the micro-batches of all workers, by their pattern.
 
     ``ask_parts()``: of each worker, what its parts show where all labels count, and where the first
-    ones of samples do not; ``declared``: the rule that the script names; ``draws()``: whether the
-    loss follows random numbers, so that its parts show nothing. A pattern is left out where the
-    losses say nothing: 0, not finite, or alike for every rule. Raises ConfigurationError for a loss
-    that no weight is right for.
+    ones of samples do not, or why they show nothing; ``declared``: the rule that the script names;
+    ``is_alone``: micro-batches of the launch have one sample, and need no parts; ``draws()``:
+    whether the loss follows random numbers, so that its parts show nothing. A pattern is left out
+    where the losses say nothing: 0, not finite, or alike for every rule. Raises ConfigurationError
+    for a loss that no weight is right for.
     """
     terms = sorted({(one.pattern, term) for one in everyone for term in one.once})
     told = {
@@ -178,23 +192,46 @@ def kinds_of(
         each: (_rule(those, each[1], each[1] or declared, tolerance=tolerance), shifts)
         for each, those in told.items()
     }
+    alone = set()
     if any(rule is None for rule, _ in rules.values()):
         parts = ask_parts()
         for each in [each for each, (rule, _) in rules.items() if rule is None]:
-            seen = [
-                (plain[each[1]], shifted[each[1]])
-                for one, (plain, shifted) in zip(everyone, parts, strict=True)
-                if one.pattern == each[0] and each[1] in plain
-            ]
-            rules[each] = _rule_of_parts(
-                seen, each[1] or declared, tolerance=tolerance, draws=draws
-            )
+            try:
+                seen = _seen_of(*each, everyone, parts)
+                rules[each] = _rule_of_parts(
+                    seen, each[1] or declared, tolerance=tolerance, draws=draws
+                )
+            except ConfigurationError:
+                if not is_alone:
+                    raise
+                alone.add(each)
+                rules[each] = SAMPLES, False
     kinds: dict[str, dict[str, LossKind]] = {}
     for (pattern, term), (rule, first) in rules.items():
         if rule is not None:
             times = _times(told[pattern, term], term, tolerance=tolerance)
-            kinds.setdefault(pattern, {})[term] = LossKind(rule, times, first)
+            made = LossKind(rule, times, first, (pattern, term) in alone)
+            kinds.setdefault(pattern, {})[term] = made
     return kinds
+
+
+def _seen_of(
+    pattern: str,
+    term: str,
+    everyone: Sequence[Told],
+    parts: Sequence[tuple[Mapping[str, Seen], Mapping[str, Seen]]] | str,
+) -> list[tuple[Seen, Seen]]:
+    """Return what the parts of a term show; raises ConfigurationError where that is nothing."""
+    if isinstance(parts, str):
+        raise ConfigurationError(
+            "the loss of a part of a micro-batch cannot be computed, so that its kind is unknown"
+            f" ({parts:.200}): {_NAME_TERMS}"
+        )
+    return [
+        (plain[term], shifted[term])
+        for one, (plain, shifted) in zip(everyone, parts, strict=True)
+        if one.pattern == pattern and term in plain
+    ]
 
 
 def _rule(
@@ -264,20 +301,20 @@ class Parts(NamedTuple):
 def parts_of(batch: Batch, num_samples: int) -> Parts:
     """Cut a micro-batch in two, of two labels (three with the first of a sample) and of one.
 
-    A single sample is taken twice. So a mean over samples differs from one over labels, also where
-    all samples of a batch have as many. No label is taken out where none is. Raises
+    Of a single sample another one is made. So a mean over samples differs from one over labels,
+    also where all samples of a batch have as many. No label is taken out where none is. Raises
     ConfigurationError for one of unknown form.
     """
     rows = rows_of(batch)
     if rows is None:
         raise ConfigurationError(
             f"a micro-batch has no tensor ({', '.join(map(str, batch))}), and its samples cannot be"
-            f" told apart: {_NAME_TERMS}"
+            " told apart"
         )
     # Samples without padding between them are one row, and pairs have two blocks of rows.
     count = num_samples if rows % num_samples == 0 else rows
     if count == 1:
-        batch, count = taken(batch, [0, 0], 1), 2
+        batch, count = _with_another(batch), 2
     half = count // 2
     batch = _with_few_labels(batch, half)
     first = taken(batch, range(half), count)
@@ -291,24 +328,22 @@ def parts_of(batch: Batch, num_samples: int) -> Parts:
 
 
 def told_parts(
-    made: Parts, losses: Callable[[Batch], Mapping[str, float]]
-) -> list[tuple[Mapping[str, Seen], Mapping[str, Seen]]]:
-    """Return what the losses of the parts show on each worker (collective over WORLD).
+    batch: Batch, num_samples: int, losses: Callable[[Batch], Mapping[str, float]]
+) -> list[tuple[Mapping[str, Seen], Mapping[str, Seen]]] | str:
+    """Return what the losses of the parts of its batch show on each worker (collective over WORLD).
 
-    Raises ConfigurationError where the loss of a part cannot be computed.
+    Returns the error where the loss of a part cannot be computed.
     """
     try:
+        made = parts_of(batch, num_samples)
         seen = [*made.seen([losses(one) for one in made.batches])]
         told: Any = [{term: tuple(one) for term, one in each.items()} for each in seen]
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     everyone = gathered(told)
-    for one in everyone:
-        if isinstance(one, str):
-            raise ConfigurationError(
-                "the loss of a part of a micro-batch cannot be computed, so that its kind is"
-                f" unknown ({one:.200}): {_NAME_TERMS}"
-            )
+    failed = [one for one in everyone if isinstance(one, str)]
+    if failed:
+        return str(failed[0])
     return [(_seen_again(plain), _seen_again(shifted)) for plain, shifted in everyone]
 
 
@@ -415,6 +450,25 @@ def with_a_label(batch: Batch) -> Batch:
     last = labels.view(len(labels), -1)[:, -1]
     last[last.eq(IGNORED)] = 0
     return {**batch, name: labels}
+
+
+def _with_another(batch: Batch) -> Batch:
+    """Return a batch of one sample with one more, all of whose values differ and are possible."""
+
+    def of(value: torch.Tensor) -> torch.Tensor:
+        if value.is_floating_point():
+            return 2 * value
+        if value.ndim > 1 and value.shape[1] > 1:
+            return value.flip(1)
+        return value if value.dtype == torch.bool else torch.where(value > 0, value - 1, 1)
+
+    # Of each block of rows the second one.
+    return {
+        name: torch.stack([one[::2], of(one[1::2])], 1).flatten(0, 1)
+        if torch.is_tensor(one) and one is not batch[name]
+        else one
+        for name, one in taken(batch, [0, 0], 1).items()
+    }
 
 
 def _with_few_labels(batch: Batch, half: int) -> Batch:

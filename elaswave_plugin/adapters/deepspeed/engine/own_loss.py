@@ -23,18 +23,16 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     check_padding,
     counts_of,
     draws,
-    evaluating,
     kinds_of,
     known_of,
     named,
-    parts_of,
     pattern_of,
     taken,
     told_parts,
     tolerance_of,
     with_a_label,
+    without_trace,
 )
-from elaswave_plugin.adapters.host_draws import undone_draws
 from elaswave_plugin.core.step.loss_parts import RULES, SAMPLES, TOKENS, Interval, Pass, passes
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loss_terms import added
@@ -72,8 +70,11 @@ class OwnLoss:
         self._declared = worker.config.loss
         # Whether the model returns it; None before it was asked for.
         self._is_inside: bool | None = None
-        # Kinds that are known, by the pattern of batches.
+        # Kinds that are known, by the pattern of batches; whether others are met in this step, and
+        # whether somebody has met one in the step before.
         self._known: dict[str, Kinds] = {}
+        self.meets_unknown = False
+        self._asks = True
         self._kind = LossKind(self._declared or SAMPLES)
         self._served: Served | None = None
         self._passes: Sequence[Pass] = ()
@@ -109,9 +110,10 @@ class OwnLoss:
             check_padding(call, ask, tolerance=tolerance)
         found = kinds_of(
             [Told(name, {WHOLE: one}, None, {WHOLE: one}) for name, one in everyone],
-            lambda: told_parts(parts_of(call, stop - start), ask),
+            lambda: told_parts(call, stop - start, ask),
             declared=self._declared,
             shifts=True,
+            is_alone=all(last - first == 1 for first, last in served.launch),
             tolerance=tolerance,
             draws=partial(self._draws, call, ask, tolerance),
         )
@@ -133,12 +135,18 @@ class OwnLoss:
                 self._is_inside = is_inside
             for pattern, kinds in known.items():
                 self._known[pattern] = {term: LossKind(*one) for term, one in kinds.items()}
+        self._asks = False
         self._settle()
+
+    def end_step(self, *, somebody_asks: bool) -> None:
+        """A step is over, in which this worker or another one met a pattern that is unknown."""
+        self._asks, self.meets_unknown = somebody_asks, False
 
     def _settle(self) -> None:
         # One loss: where it is a mean over labels, it is for every batch.
         kinds = [one for each in self._known.values() for one in each.values()]
-        self._kind = max(kinds, key=lambda one: RULES.index(one.rule), default=self._kind)
+        by_need = sorted(kinds, key=lambda one: (one.is_alone, RULES.index(one.rule)))
+        self._kind = [self._kind, *by_need][-1]
 
     def _draws(self, call: Batch, ask: Callable[..., Any], tolerance: float) -> bool:
         found = draws(call, ask, tolerance=tolerance)
@@ -148,8 +156,8 @@ class OwnLoss:
 
     @torch.no_grad()
     def _loss(self, call: Batch) -> float | None:
-        """Compute the loss that the model returns, without a draw; None where it returns none."""
-        with evaluating(self._engine.module), undone_draws():
+        """Compute the loss that the model returns, without a trace; None where it returns none."""
+        with without_trace(self._engine.module):
             places, names = inputs_of(call)
             loss = loss_in(self._compute(*places, **names))
         return None if loss is None else float(loss)
@@ -200,7 +208,7 @@ class OwnLoss:
         self._passes = passes(served.share, served.launch, tokens=None, rules=(SAMPLES,))
 
     def _count(self, served: Served, call: Batch) -> None:
-        """Weigh by the labels of all workers' shares (collective over WORLD)."""
+        """Find the passes, by the labels of all workers' shares (collective over WORLD)."""
         # A script may make the labels of what was served.
         counted = [counts_of(one, shifts=self._kind.shifts) for one in (call, named(served.batch))]
         size = served.share[1] - served.share[0]
@@ -208,14 +216,15 @@ class OwnLoss:
         by_rank = zip(self._worker.view.ranks, gathered(mine), strict=True)
         # Shares are in the order of slots.
         counts = [one for _, each in sorted(by_rank, key=lambda pair: pair[0]) for one in each]
-        if len(counts) != served.launch[-1][1]:
+        wanted: dict[str, Any] = {"tokens": counts, "rules": (TOKENS,)}
+        if self._kind.is_alone:
+            wanted = {"tokens": None, "rules": (SAMPLES,), "apart": range(len(served.launch))}
+        elif len(counts) != served.launch[-1][1]:
             return
-        made = [
-            passes(each, served.launch, tokens=counts, rules=(TOKENS,)) for each in served.shares
-        ]
+        made = [passes(each, served.launch, **wanted) for each in served.shares]
         self._passes = made[[*served.shares].index(served.share)]
         most = max(map(len, made))
-        if self._kind.rule != TOKENS:
+        if not self._is_apart:
             return
         if self._is_inside:
             # ZeRO-3 gathers the weights for each pass, on all workers.
@@ -229,6 +238,11 @@ class OwnLoss:
                 " return the loss, or divide it by the labels of all workers",
                 once="labels",
             )
+
+    @property
+    def _is_apart(self) -> bool:
+        """True if samples of two micro-batches of the launch have no loss in common."""
+        return self._kind.rule == TOKENS or self._kind.is_alone
 
     def weight(self, rule: str | None = None) -> float:
         """Return the weight of the loss, or of a term, when gradients are averaged over workers."""
@@ -255,8 +269,11 @@ class OwnLoss:
         if served is None:
             return native(*inputs, **kwargs)
         step = self._worker.completed
-        if self._is_inside is not False and (served.is_cut or step & (step - 1) == 0):
+        if self._is_inside is not False and (served.is_cut or self._asks):
             self._learn(served, call)
+        elif self._is_inside and step & (step - 1) == 0:
+            # Seldom, since a device has to be waited for.
+            self.meets_unknown |= known_of(self._known, pattern_of(call)) is None
         if served.is_cut:
             self._count(served, call)
         output = self._pass(native, served, call)
@@ -264,18 +281,18 @@ class OwnLoss:
         return output
 
     def _pass(self, native: Callable[..., Any], served: Served, call: Batch) -> Any:
-        if not (self._is_inside and self._kind.rule == TOKENS and len(self._passes) > 1):
+        if not (self._is_inside and self._is_apart and len(self._passes) > 1):
             places, names = inputs_of(call)
             return native(*places, **names)
-        outputs = []
+        outputs, rule = [], self._kind.rule
         first, count = served.share[0], served.share[1] - served.share[0]
         for one in self._passes:
             picked = range(one.start - first, one.stop - first)
-            if not one.weights[TOKENS]:
+            if not one.weights[rule]:
                 call, picked = with_a_label(call), range(1)
             places, names = inputs_of(taken(call, picked, count))
             outputs.append(native(*places, **names))
-        weights = [one.weights[TOKENS] for one in self._passes]
+        weights = [one.weights[rule] for one in self._passes]
         total = sum(weights) or 1.0
         kept = [bool(one) for one in weights]
         return joined(outputs, [one / total for one in weights], kept)

@@ -22,23 +22,20 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     check_padding,
     counts_of,
     draws,
-    evaluating,
     kinds_of,
     known_of,
-    parts_of,
     pattern_of,
     rows_of,
     taken,
     told_parts,
     tolerance_of,
     with_a_label,
+    without_trace,
 )
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
-from elaswave_plugin.adapters.host_draws import undone_draws
 from elaswave_plugin.core.step.loss_parts import (
     RULES,
     SAMPLES,
-    SUM,
     TOKENS,
     Interval,
     Pass,
@@ -97,15 +94,14 @@ class Weighing:
         state = self._job.trainer_state
         # Subclasses keep metrics of each loss.
         before = state.keep()
-        with evaluating(model), torch.no_grad(), self._job.uncompiled():
+        with torch.no_grad(), self._job.uncompiled():
             found = self._found(model, batch, number, num_items)
         state.put_back(before)
         state.loss_kinds.update(found)
 
     def _loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
         """Compute a loss as the Trainer does; some take the labels out of a batch."""
-        # Each pass draws the same.
-        with self._trainer.compute_loss_context_manager(), undone_draws():
+        with self._trainer.compute_loss_context_manager(), without_trace(model):
             loss: torch.Tensor = self._trainer.compute_loss(
                 model, copy.copy(batch), num_items_in_batch=num_items
             )
@@ -125,10 +121,6 @@ class Weighing:
         with _twice_the_processes():
             processes = losses_of(compute, batch, num_items)
 
-        def parts() -> Any:
-            made = parts_of(batch, self._samples(number))
-            return told_parts(made, ask)
-
         def follows_draws() -> bool:
             found = draws(batch, ask, tolerance=tolerance)
             if found and self._job.speaks and not self._draws_told:
@@ -143,9 +135,10 @@ class Weighing:
         silent: dict[str, Kinds] = {one[0]: {} for one in told if one[0].endswith(UNLABELLED)}
         known = kinds_of(
             [Told(*one) for one in told],
-            parts,
+            lambda: told_parts(batch, self._samples(number), ask),
             declared=self._declared,
             shifts=self._shifts,
+            is_alone=self._job.batch_shape[1] == 1,
             tolerance=tolerance,
             draws=follows_draws,
         )
@@ -176,8 +169,7 @@ class Weighing:
         every = {one for each in known.values() for one in each.values()}
         by_labels = {one for one in every if one.rule == TOKENS}
         own = self._items_are_own and num_items is not None
-        # Of one sample nobody has seen parts: whole micro-batches need none.
-        self._is_alone = job.batch_shape[1] == 1 and any(one.rule != SUM for one in every)
+        self._is_alone = any(one.is_alone for one in every)
         if not (by_labels or own or self._is_alone):
             return [
                 self._turns(number, *one, num_items, None, None)
