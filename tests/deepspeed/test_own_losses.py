@@ -39,6 +39,7 @@ def spec_of(*kills: str, by: str, says: str | None = None, **changes: Any) -> En
             ("model", "tokens", 0),
             ("all", "samples", 2),
             ("classes", None, 3),
+            ("smooth", None, 1),
         ],
         share=3,
     ),

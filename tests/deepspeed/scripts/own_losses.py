@@ -7,6 +7,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 import elaswave_plugin
@@ -65,6 +66,24 @@ class Classes(torch.nn.Module):
         return (losses.mean(1) * classes).sum() / classes.sum()
 
 
+class Smooth(torch.nn.Module):
+    """A model whose loss has the gradient by what the layers are given, of each sample."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return a mean over samples."""
+        given = self.model.get_input_embeddings()(input_ids)
+        # The others have no second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            logits = self.model(inputs_embeds=given).logits.float()
+        losses = cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        (slope,) = torch.autograd.grad(losses.sum(), given, create_graph=True)
+        return (losses.mean(1) + slope.square().sum((1, 2))).mean()
+
+
 def unlabelled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make the labels of a batch in the loop, of where they begin."""
     tokens = batch["input_ids"]
@@ -78,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
-    kinds = ("model", "made", "labels", "all", "sum", "terms", "pairs", "added", "classes")
+    kinds = ("model", "made", "labels", "all", "sum", "terms", "pairs", "added", "classes", "smooth")
     parser.add_argument("--by", choices=kinds)
     parser.add_argument("--says")
     args, _ = parser.parse_known_args()
@@ -88,14 +107,14 @@ def main() -> None:
         config["elaswave"]["loss"] = args.says
     model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
     engine, _, loader, _ = deepspeed.initialize(
-        model={"pairs": Pairs, "classes": Classes}.get(args.by, lambda it: it)(model),
+        model={"pairs": Pairs, "classes": Classes, "smooth": Smooth}.get(args.by, lambda it: it)(model),
         model_parameters=model.parameters(),
         config=config,
         training_data=Ragged(has_labels=args.by != "made"),
     )
     while engine.global_steps < args.steps:
         for batch in loader:
-            if args.by in ("model", "pairs", "added", "classes"):
+            if args.by in ("model", "pairs", "added", "classes", "smooth"):
                 output = engine(**batch)
                 loss = output if torch.is_tensor(output) else output.loss
                 if args.by == "added":

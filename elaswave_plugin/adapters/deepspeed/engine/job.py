@@ -266,7 +266,6 @@ class EngineJob(AttachedEngine):
         for react in self.reactions:
             react()
 
-    @torch.no_grad()
     def _learn_output(self) -> None:
         """Learn the form of an output in ZeRO-3's first step, which no worker may know yet."""
         inputs, self._inputs = self._inputs, None
@@ -289,7 +288,6 @@ class EngineJob(AttachedEngine):
             if beside is not None:
                 beside.undo()
 
-    @torch.no_grad()
     def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counts: bool) -> Any:
         if self._needs_others_to_compute:
             if not self._stand_in.shapes:

@@ -87,7 +87,8 @@ class Told(NamedTuple):
 def without_trace(model: torch.nn.Module) -> Iterator[None]:
     """Have a pass in this block, in evaluation mode, that no backward pass follows.
 
-    Draws come again; what DeepSpeed counts for the backward pass is as before.
+    Gradients are on, since a loss may be made of some. Draws come again, and what DeepSpeed counts
+    for the backward pass is as before.
     """
     before = [(one, one.training, one.__dict__.get(_PASSES)) for one in model.modules()]
     model.eval()

@@ -154,7 +154,6 @@ class OwnLoss:
             self._say(DRAWS, once="draws")
         return found
 
-    @torch.no_grad()
     def _loss(self, call: Batch) -> float | None:
         """Compute the loss that the model returns, without a trace; None where it returns none."""
         with without_trace(self._engine.module):

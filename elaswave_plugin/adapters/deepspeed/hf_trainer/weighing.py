@@ -94,7 +94,7 @@ class Weighing:
         state = self._job.trainer_state
         # Subclasses keep metrics of each loss.
         before = state.keep()
-        with torch.no_grad(), self._job.uncompiled():
+        with self._job.uncompiled():
             found = self._found(model, batch, number, num_items)
         state.put_back(before)
         state.loss_kinds.update(found)
