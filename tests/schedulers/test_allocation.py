@@ -74,6 +74,7 @@ def test_an_allocation_outlives_its_first_node(
     assert "the job is done" in "".join(said[1:])
 
 
+@pytest.mark.slow  # `make slurm`
 @proves(Kind.ALL_LEAVE, Promise.EQUAL)
 def test_the_time_limit_leaves_a_checkpoint_from_which_the_next_life_goes_on(
     slurm: Slurm,
@@ -128,6 +129,7 @@ if os.environ["RANK"] == "1" and "SLURM_RESTART_COUNT" not in os.environ:
 """
 
 
+@pytest.mark.slow  # `make slurm`
 @proves(Kind.KILL_AT_START, Promise.EQUAL, victim="1")
 def test_a_loss_before_the_first_seal_has_slurm_start_the_job_again(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
@@ -150,6 +152,7 @@ def test_a_loss_before_the_first_seal_has_slurm_start_the_job_again(
         assert run.trace() == reference(spec).trace()
 
 
+@pytest.mark.slow  # `make slurm`
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_bad_input_is_not_tried_again(slurm: Slurm, data: Path, tmp_path: Path) -> None:
     spec = replace(SPEC, nodes=3, script="nowhere.py")
