@@ -50,7 +50,8 @@ class MicrobatchLoader:
     ) -> None:
         """``make(replica, position)`` is Megatron-LM's own loader of a replica.
 
-        ``on_batch(micro-batch, sample ids)`` is told of each micro-batch before it is used.
+        ``on_batch(micro-batch, numbers of samples)`` is told of each before it is used: they are
+        numbered in the order of all passes, whatever an epoch's order makes of them.
         ``seed``: of what the dataset draws.
         """
         self._dataset = dataset
@@ -58,6 +59,7 @@ class MicrobatchLoader:
         self.position = position
         self._make = make
         self._num_replicas = num_replicas
+        self._size = micro_batch_size
         self._stride = num_replicas * micro_batch_size
         self._on_batch = on_batch
         self._readers: dict[int, _Reader] = {}
@@ -91,7 +93,8 @@ class MicrobatchLoader:
         request = self._request(key)
         if request is None:
             raise StopIteration
-        self._on_batch(microbatch, request.ids)
+        first = self.position + microbatch * self._size
+        self._on_batch(microbatch, range(first, first + len(request.ids)))
         return self._ahead.take(key, request)
 
     def _read(self, request: "_Request") -> Any:

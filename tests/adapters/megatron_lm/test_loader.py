@@ -82,6 +82,16 @@ def test_the_next_epoch_begins_where_one_ends() -> None:
     assert read(one, 0) == [1000, 1001]
 
 
+def test_samples_are_numbered_in_the_order_of_all_epochs() -> None:
+    """The second epoch's have the numbers behind those of the first one."""
+    told: list[tuple[int, Sequence[int]]] = []
+    one = loader(told, [])
+    for _ in range(4):
+        read(one, 0), read(one, 5)
+        one.advance(16)
+    assert [[*ids] for _, ids in told[-2:]] == [[48, 49], [58, 59]]
+
+
 def test_a_batch_is_read_only_when_it_is_asked_for() -> None:
     with pytest.raises(StopIteration):
         next(loader([], []))
