@@ -521,6 +521,13 @@ def resumes(folder: Path, done: int, *, place: str) -> tuple[Change, ...]:
     return (before_model(_LOAD), (_BIND, lines[place]))
 
 
+def reads_passes(size: int) -> Change:
+    """A DataLoader over so few samples that the run reads several passes of them."""
+    data = f"[train[i] for i in range({size})]"
+    loader = f"torch.utils.data.DataLoader({data}, batch_size=args.micro_batch_size, shuffle=True)"
+    return _TRAIN, f"job.batches({loader})"
+
+
 def goes_on(folder: Path) -> tuple[Change, ...]:
     """A script that begins at the newest checkpoint of a folder, where there is one."""
     tracker = folder / "latest_checkpointed_iteration.txt"

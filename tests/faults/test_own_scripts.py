@@ -466,6 +466,25 @@ def test_a_run_that_is_resumed_is_the_one_that_went_on(
 
 
 @proves(Kind.RESUME, Promise.EQUAL, victim="1", moment="6:backward")
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [14, 12], ids=["amid a pass", "where one begins"])
+def test_a_run_that_is_resumed_in_a_later_pass_is_the_one_that_went_on(
+    run: Launch, tmp_path: Path, size: int
+) -> None:
+    loader = own_scripts.reads_passes(size)
+    spec = replace(LOSES, script=own_scripts.write(tmp_path, loader))
+    whole = run(replace(spec, options=(f"--save={tmp_path}", "--save-interval=4")))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    resumes = own_scripts.resumes(tmp_path, 4, place="in job.run")
+    script = own_scripts.write(tmp_path, loader, *resumes)
+    survived = run(replace(spec, script=script, kills=("1@6:backward",)))
+    assert survived.returncode == 0, survived.output[-4000:]
+    assert len(survived.events("fault_fired")) == 1 and not survived.orphans
+    assert survived.trace() == {step: one for step, one in whole.trace().items() if step >= 4}
+    assert "samples: 0 lost, 0 repeated" in survived.output
+
+
+@proves(Kind.RESUME, Promise.EQUAL, victim="1", moment="6:backward")
 def test_a_run_that_is_resumed_by_fewer_reads_the_samples_that_were_left(
     run: Launch, tmp_path: Path
 ) -> None:
