@@ -96,6 +96,37 @@ def test_a_kill_keeps_the_place(
     check(killed, reference(spec), kill)
 
 
+@proves(Kind.RESUME, Promise.SAME)
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    sampled(
+        [
+            (("--stream=plain", *RAGGED), "front"),
+            (("--stream=plain", *RAGGED), "read"),
+            # The same samples in each pass: the first one will do.
+            (("--stream=none", *RAGGED), "at the pass"),
+            (("--stream=plain", *WHOLE), "read"),
+            (("--stream=plain", *WHOLE), "at the pass"),
+        ],
+        share=2,
+    ),
+)
+def test_one_resumed_in_the_second_pass_goes_on_there_or_is_told(
+    run: Launch, kind: tuple[str, ...], begins: str
+) -> None:
+    """The last step of a ragged pass is shorter, so that steps do not tell the batches."""
+    whole = run(streaming(options=(*kind, "--save=7"), steps=12))
+    assert whole.returncode == 0, whole.output[-4000:]
+    options = (*kind, f"--load={whole.directory / 'saved'}", f"--begins={begins}")
+    resumed = run(streaming(options=options, steps=12))
+    assert resumed.returncode == 0, resumed.output[-4000:]
+    bits = [losses for _, losses in sorted(resumed.trace().items())]
+    follows = bits == [losses for step, losses in sorted(whole.trace().items()) if step >= 7]
+    assert follows is (begins == "read" or "--stream=none" in kind)
+    assert ("samples are trained on again" in resumed.output) is not follows
+    assert ("samples: 0 lost, 0 repeated" in resumed.output) is follows
+
+
 @proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(
     "options",

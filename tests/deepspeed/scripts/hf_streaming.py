@@ -22,19 +22,34 @@ from train_accelerate import build_model, collate
 from train_deepspeed import TextDataset
 
 
-def main() -> None:
-    """Train."""
+def save(accelerator: Accelerator, folder: Path, step: int, begins: dict[str, int]) -> None:
+    """Save the state, and how many batches each way to resume passes over."""
+    accelerator.save_state(str(folder))
+    place = {name: (step, count) for name, count in begins.items()}
+    (folder / "place.json").write_text(json.dumps(place))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--limit", type=int, help="samples of an epoch")
-    parser.add_argument("--stream", default="plain", choices=("plain", "shuffled", "drawn"))
+    parser.add_argument("--stream", default="plain", choices=("plain", "shuffled", "drawn", "none"))
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--no-dispatch", action="store_true", help="each process reads it all")
     parser.add_argument("--split-batches", action="store_true")
     parser.add_argument("--stateful", choices=("used", "asked", "given"), help="torchdata's loader")
     parser.add_argument("--skip", type=int, default=0, help="batches of the first pass")
-    args, _ = parser.parse_known_args()
+    parser.add_argument("--save", type=int, help="step behind which the state is saved")
+    parser.add_argument("--load", help="folder of such a state")
+    parser.add_argument("--begins", choices=("read", "at the pass", "front"), default="read")
+    return parser.parse_known_args()[0]
+
+
+def main() -> None:
+    """Train."""
+    args = arguments()
     set_seed(7)
     accelerator = Accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
@@ -52,7 +67,7 @@ def main() -> None:
     )
     is_shuffled = args.stream == "shuffled"
     loader = DataLoader(
-        streamed(TextDataset(None, 32, args.limit), args.stream),
+        streamed(TextDataset(None, 32, args.limit), None if args.stream == "none" else args.stream),
         batch_size=args.batch_size,
         collate_fn=default_data_collator if is_shuffled else collate,
     )
@@ -61,9 +76,17 @@ def main() -> None:
         loader = accelerator.skip_first_batches(loader, args.skip)
     if args.stateful == "given":
         loader.load_state_dict(loader.state_dict())
-    step, seen = 0, []
+    step, seen, passed = 0, [], 0
+    if args.load:
+        accelerator.load_state(args.load)
+        step, passed = json.loads(Path(args.load, "place.json").read_text())[args.begins]
+    batches = read = 0
     while step < args.steps:
+        read = 0
         for batch in loader:
+            batches, read = batches + 1, read + 1
+            if batches <= passed:
+                continue
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -78,6 +101,9 @@ def main() -> None:
                     f"step {step:4d} | loss {mean:.6f} | lr {scheduler.get_last_lr()[0]:.2e}"
                 )
                 step += 1
+                if step == args.save:
+                    begins = {"read": batches, "at the pass": read, "front": 0}
+                    save(accelerator, Path(args.deepspeed_config).parent / "saved", step, begins)
                 if args.stateful == "asked":
                     accelerator.save_state(str(Path(args.deepspeed_config).parent / "saved"))
             if step == args.steps:

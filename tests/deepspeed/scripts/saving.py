@@ -1,6 +1,7 @@
 """A stock script that saves, evaluates after it, and may load a checkpoint first.
 
---save DIR, --load DIR, --every STEPS between two saves (2); --resume loads from the DIR of --save,
+--save DIR, --load DIR, --passes-over the batches before what it loaded, --every STEPS between two
+saves (2); --resume loads from the DIR of --save,
 where there is a checkpoint; the losses of the evaluations go to DIR/evaluations-RANK-PID.json. What
 --load loaded is saved again at once, as the tag "loaded".
 """
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--save")
     parser.add_argument("--load")
+    parser.add_argument("--passes-over", action="store_true")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--every", type=int, default=2)
     args, _ = parser.parse_known_args()
@@ -50,7 +52,11 @@ def main() -> None:
         torch.stack(column) for column in zip(*map(dataset.__getitem__, range(4)), strict=True)
     )
     evaluations = {}
+    read = engine.global_steps * engine.gradient_accumulation_steps() if args.passes_over else 0
     for batch in loader:
+        if read:
+            read -= 1
+            continue
         step = engine.global_steps
         loss = engine(*batch)
         engine.backward(loss)

@@ -410,7 +410,7 @@ class EngineJob(AttachedEngine):
             samples = int(engine.global_samples)
             self.own_loops.loaded(steps=steps, samples=samples, batch=engine.train_batch_size())
             if self._repeats_bodies:
-                self._resumed = Resumed(samples, speaks=self._worker.owns_rank_0)
+                self._resumed = Resumed.behind(engine, self._worker, whole=self.boundaries_follow)
         return loaded
 
     @abandoning
@@ -505,7 +505,7 @@ class EngineJob(AttachedEngine):
         if not self._sealed:
             check_schedules(self._engine)
             self._begin()
-        if self._resumed is not None and not self._loop.dead and self._resumed.passes_over():
+        if self._resumed is not None and not self._loop.dead and self._resumed.passes_over(loader):
             self._loop.iteration -= 1
         if not loader.lagging:
             self._loop.enter()

@@ -206,11 +206,6 @@ class ElasticLoader:
         """True if the data has no places: an epoch of it ends where it is read to."""
         return self.dataset is self._order
 
-    def place_behind(self, samples: int) -> tuple[int, int]:
-        """Return the epoch and iteration behind a number of samples of steps; not of a stream."""
-        made = samples // len(self._order.items(0, 0))
-        return divmod(made, self._order.iterations_of(0))
-
     def items_at(self, epoch: int, iteration: int) -> list[int]:
         """All samples of an iteration; not of a stream."""
         return self._order.items(epoch, iteration)

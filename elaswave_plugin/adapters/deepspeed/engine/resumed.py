@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
+from elaswave_plugin.recovery.worker import Worker
 
 _PAGE = "docs/deepspeed.md"
 
@@ -13,12 +15,26 @@ _PAGE = "docs/deepspeed.md"
 class Resumed:
     """The samples of the steps before a checkpoint, and whether the first step follows them."""
 
-    def __init__(self, trained: int, *, speaks: bool = False, is_placed: bool = False) -> None:
-        """``trained``: those samples; ``speaks``: whether this worker tells of another place.
+    def __init__(
+        self,
+        trained: int,
+        *,
+        batch: int = 1,
+        per_step: int = 1,
+        speaks: bool = False,
+        is_placed: bool = False,
+    ) -> None:
+        """``trained``: those samples, of steps that are all alike; ``batch``: samples of a batch.
 
-        ``is_placed``: the loader has them before its own, and the loop passes over no batches.
+        ``per_step``: batches of a step, where a pass ends with a step as Accelerate has it, else 1;
+        ``speaks``: whether this worker tells of another place; ``is_placed``: the loader has them
+        before its own, and the loop passes over no batches.
         """
         self.trained = trained
+        self._batches = trained // batch
+        self._per_step = per_step
+        # Batches of the steps that the script has passed over, as of steps that are alike.
+        self._made = 0
         self._speaks = speaks
         self._is_placed = is_placed
         # Batches that the script read before the first step and made no pass of the model with.
@@ -26,6 +42,17 @@ class Resumed:
         # Writes the batch that was read last to the ledger, once it is used.
         self._unused: Callable[[], None] | None = None
         self._begun = False
+
+    @classmethod
+    def behind(cls, engine: Any, worker: Worker, *, whole: bool) -> "Resumed":
+        """Of the checkpoint that an engine has loaded; ``whole``: a pass ends with a step."""
+        count = int(engine.gradient_accumulation_steps())
+        return cls(
+            int(engine.global_samples),
+            batch=engine.train_batch_size() // count,
+            per_step=count if whole else 1,
+            speaks=worker.owns_rank_0,
+        )
 
     def serve(
         self,
@@ -62,10 +89,13 @@ class Resumed:
         if use is not None:
             use()
 
-    def passes_over(self) -> bool:
+    def passes_over(self, loader: ElasticLoader) -> bool:
         """The next batch is asked for: return whether the last one had no pass, and is none."""
         passed, self._unused = self._unused is not None, None
         self._passed_over += passed
+        self._made += passed
+        if passed and loader.at_end:
+            self._made = self._whole(self._made)
         return passed
 
     def begin(self, loader: ElasticLoader, items: Sequence[int], *, are_read: bool) -> int:
@@ -77,9 +107,11 @@ class Resumed:
         """
         here, count = loader.position, len(items) if are_read else 0
         begun = here.served - count
-        follows, wanted = begun == self.trained, f"sample {self.trained} of all passes"
+        follows, wanted = self._made == self._batches, "the one behind them"
         if not (follows or loader.streams):
-            number, iteration = loader.place_behind(self.trained)
+            there, size = self._batches // self._per_step, len(loader)
+            number, iteration = divmod(there, self._whole(size) // self._per_step)
+            iteration *= self._per_step
             wanted = f"batch {iteration} of pass {number}"
             follows = loader.items_at(number, iteration) == [*items]
         if follows:
@@ -95,6 +127,9 @@ class Resumed:
                 f" pass of the model, unless the dataset itself begins there ({_PAGE})"
             )
         return 0
+
+    def _whole(self, batches: int) -> int:
+        return -(-batches // self._per_step) * self._per_step
 
     def check_redo(self, step: int) -> None:
         """Raise ConfigurationError for a first step that cannot be begun again where it began."""

@@ -494,8 +494,7 @@ class PipelineJob(AttachedEngine):
         load = partial(load_checked, native, self._engine, *args, **kwargs)
         loaded = self._loads.load(self._engine, load)
         if self._engine.global_steps:
-            trained = int(self._engine.global_samples)
-            self._resumed = Resumed(trained, speaks=self._worker.owns_rank_0)
+            self._resumed = Resumed.behind(self._engine, self._worker, whole=False)
         return loaded
 
     # ---- the end --------------------------------------------------------------------------------
