@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+from elaswave_plugin.observer.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.hf_runs import AUTO, check_tapes, logs
 from tests.faults.harness import Outcome
 from tests.proofs import Kind, Promise, proves
@@ -93,13 +94,25 @@ def test_the_kind_of_a_loss_that_is_not_finite_at_first_is_found_later(
     assert first == 0.0 and second > 1.0 and "is not finite, so" not in killed.output
 
 
-@proves(Kind.KILL, Promise.NAMED)
+@proves(Kind.KILL, Promise.CLOSE)
 @pytest.mark.slow
-def test_a_loss_of_unknown_kind_is_named_where_a_worker_is_lost_in_its_step(run: Launch) -> None:
-    """Nothing tells the weight of its gradient."""
-    killed = run(spec_of("1@0:backward", loss="labels", options=("--not-finite=0",)))
+@pytest.mark.parametrize("says", [None, "tokens"])
+def test_a_loss_of_unknown_kind_is_weighed_as_declared_where_a_worker_is_lost_in_its_step(
+    run: Launch, reference: Launch, says: str | None
+) -> None:
+    """Nothing else tells the weight of its gradient."""
+    options = ("--not-finite=0", *((f"--says={says}",) if says else ()))
+    spec = spec_of("1@0:backward", loss="labels", options=options)
+    killed, whole = run(spec), reference(spec)
     assert killed.returncode == 0 and len(killed.events("fault_fired")) == 1
-    assert killed.output.count("the loss of step 0 is not finite, so nothing tells") == 1
+    losses = (
+        [one for step, one in losses_of(run.files).items() if step] for run in (killed, whole)
+    )
+    far = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
+    assert (far < FP32_BOUND) is (says is not None), far
+    told = killed.output.count("the loss of step 0 is not finite, so nothing tells")
+    assert told == (says is None)
+    assert ('have the key "loss" of the section "elaswave" say' in killed.output) is (says is None)
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)

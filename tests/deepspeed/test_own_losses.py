@@ -1,13 +1,15 @@
 """Losses of a loop that the script owns: what the model returns, or the section says of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from elaswave_plugin.observer.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import max_relative_difference
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -94,6 +96,24 @@ def test_a_loss_that_may_be_weighed_wrong_is_told(run: Launch, by: str, told: st
     killed = run(spec_of("1@2:backward", by=by))
     assert killed.returncode == 0, killed.output[-4000:]
     assert killed.events("fault_fired") and killed.output.count(told) == 1
+
+
+@proves(Kind.KILL, Promise.CLOSE)
+@pytest.mark.parametrize("says", sampled([None, "tokens"], share=1))
+def test_a_loss_that_is_not_finite_is_told_or_weighed_as_declared(
+    run: Launch, reference: Launch, says: str | None
+) -> None:
+    spec = spec_of("1@0:backward", by="model", says=says)
+    spec = replace(spec, options=(*spec.options, "--not-finite=0"))
+    killed, whole = run(spec), reference(spec)
+    assert killed.returncode == 0 and len(killed.events("fault_fired")) == 1
+    losses = (
+        [one for step, one in losses_of(run.files).items() if step] for run in (killed, whole)
+    )
+    far = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
+    assert (far < FP32_BOUND) is (says is not None), far
+    told = "the loss of step 0 is not finite, so nothing tells"
+    assert killed.output.count(told) == (says is None)
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)

@@ -1,6 +1,7 @@
 """Trainers whose losses are divided by different things, on samples with few labels or many."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--own-items", action="store_true", help="items of a worker's own batches")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--not-finite", type=int, help="the loss of this step")
+    parser.add_argument("--says", help='"loss" of the section "elaswave"')
     parser.add_argument("--no-filter", action="store_true", help="logged as it is")
     args, _ = parser.parse_known_args()
     unlabelled = set(filter(None, args.unlabelled.split(",")))
@@ -122,13 +124,15 @@ def main() -> None:
             sample = {"input_ids": tokens, "labels": labels, "attention_mask": tokens.ne(-1).long()}
             return {name: one[kept] for name, one in sample.items()}
 
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    config["elaswave"] |= {"loss": args.says} if args.says else {}
     OwnLoss.kind = args.loss
     made = not_finite(Trainer if args.loss == "items" else OwnLoss, args.not_finite)
     trainer = made(
         model=build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32)),
         args=TrainingArguments(
             output_dir=str(place / "trainer"),
-            deepspeed=args.deepspeed_config,
+            deepspeed=config,
             max_steps=args.steps,
             per_device_train_batch_size=args.batch_size,
             gradient_accumulation_steps=2,

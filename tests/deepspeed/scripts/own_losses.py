@@ -84,6 +84,23 @@ class Smooth(torch.nn.Module):
         return (losses.mean(1) + slope.square().sum((1, 2))).mean()
 
 
+class NotFinite(torch.nn.Module):
+    """A model whose loss may be NaN, of which its gradient knows nothing."""
+
+    is_broken = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> object:
+        """Return what the model does."""
+        output = self.model(**batch)
+        if self.is_broken and "labels" in batch:
+            output.loss = output.loss + float("nan")
+        return output
+
+
 def unlabelled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make the labels of a batch in the loop, of where they begin."""
     tokens = batch["input_ids"]
@@ -101,6 +118,7 @@ def main() -> None:
     outside = ("made", "labels", "all", "sum", "terms")
     parser.add_argument("--by", choices=inside + outside)
     parser.add_argument("--says")
+    parser.add_argument("--not-finite", type=int, help="step whose loss is NaN")
     args, _ = parser.parse_known_args()
     torch.manual_seed(1234)
     config = json.loads(Path(args.deepspeed_config).read_text())
@@ -109,13 +127,14 @@ def main() -> None:
     model = build_model(argparse.Namespace(num_layers=2, hidden_size=64, seq_length=32))
     made = {"pairs": Pairs, "classes": Classes, "smooth": Smooth}
     engine, _, loader, _ = deepspeed.initialize(
-        model=made[args.by](model) if args.by in made else model,
+        model=made.get(args.by, NotFinite)(model),
         model_parameters=model.parameters(),
         config=config,
         training_data=Ragged(has_labels=args.by != "made"),
     )
     while engine.global_steps < args.steps:
         for batch in loader:
+            engine.module.is_broken = engine.global_steps == args.not_finite
             if args.by in inside:
                 output = engine(**batch)
                 loss = output if torch.is_tensor(output) else output.loss

@@ -40,6 +40,12 @@ DRAWS = (
     " workers it counts as a mean over samples; if it is one over labels, or a sum, have the key"
     ' "loss" of the section "elaswave" say "tokens" or "sum"'
 )
+NOT_FINITE = (
+    "the loss of step {step} is not finite, so nothing tells whether it is a mean over samples or"
+    " over labels: what workers have lost is weighed by samples here, and its gradient may differ"
+    " from that of a run without a loss of workers; have the key"
+    ' "loss" of the section "elaswave" say "samples", "tokens" or "sum"'
+)
 _NAME_TERMS = (
     "after a loss of workers no one weight is right for it; have the key"
     ' "loss" of the section "elaswave" say what counts ("tokens", "samples" or "sum"), or name its'

@@ -7,6 +7,7 @@ of the model's output is taken for a mean over samples, or for what the script s
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     DRAWS,
+    NOT_FINITE,
     UNLABELLED,
     WHOLE,
     Batch,
@@ -100,6 +102,8 @@ class OwnLoss:
         self._is_inside = all(one is not None for _, one in everyone)
         if not self._is_inside:
             return
+        if served.is_cut and not (self._knows or all(isfinite(one) for _, one in everyone)):
+            self._say(NOT_FINITE.format(step=self._engine.global_steps), once="not finite")
         start, stop = served.share
         tolerance = tolerance_of(self._engine)
 
@@ -120,6 +124,10 @@ class OwnLoss:
         silent: dict[str, Kinds] = {name: {} for name, _ in everyone if name.endswith(UNLABELLED)}
         self._known.update({**silent, **found})
         self._settle()
+
+    @property
+    def _knows(self) -> bool:
+        return self._declared is not None or any(self._known.values())
 
     def agree(self) -> None:
         """Have all workers know the same after a recovery (collective over WORLD).

@@ -15,9 +15,11 @@ from elaswave_plugin.adapters.deepspeed.compat.patches import asking_patches
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     DRAWS,
     IGNORED,
+    NOT_FINITE,
     UNLABELLED,
     WHOLE,
     Kinds,
+    LossKind,
     Told,
     check_padding,
     counts_of,
@@ -147,16 +149,12 @@ class Weighing:
     def _tell_of_the_unknown(self) -> None:
         """Say once that a loss which is not finite tells no weight for parts of unequal size."""
         job = self._job
-        if self._unknown_told or job.has_launch_shares:
+        if self._unknown_told or self._declared is not None or job.has_launch_shares:
             return
         self._unknown_told = True
         if job.speaks:
-            say(
-                f"the loss of step {job.trainer_state.trainer.state.global_step} is not finite, so"
-                " nothing tells whether it is a mean over samples or over labels: what workers have"
-                " lost is weighed by samples here, and its gradient may differ from that of a run"
-                " without a loss of workers"
-            )
+            step = job.trainer_state.trainer.state.global_step
+            say(f"{NOT_FINITE.format(step=step)} (docs/huggingface.md)")
 
     # ---- the passes -----------------------------------------------------------------------------
 
@@ -165,8 +163,10 @@ class Weighing:
         job, known = self._job, self._job.trainer_state.loss_kinds
         if job.has_launch_shares:
             return [[Turn(batch, {}, num_items, dict.fromkeys(RULES, 1.0))] for batch in batches]
-        kinds = [known_of(known, pattern_of(batch)) or {} for batch in batches]
-        every = {one for each in known.values() for one in each.values()}
+        unknown = self._unasked()
+        found = [known_of(known, pattern_of(batch)) for batch in batches]
+        kinds = [unknown if one is None else one for one in found]
+        every = {one for each in (*known.values(), unknown) for one in each.values()}
         by_labels = {one for one in every if one.rule == TOKENS}
         own = self._items_are_own and num_items is not None
         self._is_alone = any(one.is_alone for one in every)
@@ -190,6 +190,18 @@ class Weighing:
             void = Turn(one, {}, num_items, dict.fromkeys(RULES, 0.0))
             each.extend([void] * (count - len(each)))
         return turns
+
+    def _unasked(self) -> Kinds:
+        """Return the kinds of a micro-batch whose loss told nothing: as the script declares it.
+
+        A sum is divided by the items of all workers, and multiplied by their number.
+        """
+        if self._declared is None:
+            return {}
+        known = self._job.trainer_state.loss_kinds.values()
+        same = (one for each in known for one in each.values() if one.rule == self._declared)
+        is_multiplied = self._declared == SUM and not self._items_are_own
+        return {WHOLE: next(same, LossKind(self._declared, is_multiplied, self._shifts))}
 
     def _turns(
         self,
