@@ -24,6 +24,7 @@ from elaswave_plugin.checkpoints.directory import read_directory
 from elaswave_plugin.checkpoints.loading import check_loadable
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
+    EVALUATION,
     NO_EVALUATION,
     TP2_PP2,
     ScriptSpec,
@@ -31,7 +32,11 @@ from tests.adapters.megatron_lm.harness import (
     printed,
     printed_in,
 )
-from tests.adapters.megatron_lm.test_without_plugin import run_without_plugin
+from tests.adapters.megatron_lm.test_without_plugin import (
+    NO_DROPOUT,
+    check_close,
+    run_without_plugin,
+)
 from tests.faults.harness import Outcome
 from tests.proofs import Kind, Promise, proves
 
@@ -162,6 +167,66 @@ def test_a_loss_in_that_step_or_in_its_save_changes_nothing_of_it(
     went_on = run(replace(spec, options=loading))
     assert went_on.returncode == 0, went_on.output[-4000:]
     assert sorted(went_on.trace()) == [2, 3, 4]
+
+
+# Outside of a step the machine is off, and such a result is an error.
+IN_EVALUATION = """
+from megatron.core import rerun_state_machine as reruns
+validate = reruns.RerunStateMachine.validate_result
+def found(self, result, *args, **more):
+    is_off = self.mode == reruns.RerunMode.DISABLED
+    return validate(self, result * float("nan") if is_off else result, *args, **more)
+reruns.RerunStateMachine.validate_result = found
+"""
+
+
+@needs_repository
+@proves(Kind.NOTHING, Promise.SAME)
+def test_a_validation_loss_that_is_not_finite_ends_the_job_by_its_name(run: Launch) -> None:
+    """As the script alone: exit code 1 in the first evaluation."""
+    ended = run(replace(SPEC, sabotage=IN_EVALUATION, options=EVALUATION))
+    assert ended.returncode == 1 and not ended.orphans
+    last = ended.output.rstrip().splitlines()[-1]
+    assert "all workers failed alike in step 3" in last and "Unexpected result nan" in last
+    assert len(printed(ended)) == 3
+
+
+# The largest loss is known after four micro-batches; in a later step one is 30 times as large.
+SPIKE = """
+import os, runpy
+import torch.distributed
+from megatron.core import rerun_state_machine as reruns
+from megatron.core.models.common.language_module.language_module import LanguageModule
+machine, native = reruns.RerunStateMachine, LanguageModule.compute_language_model_loss
+is_large = machine.is_unexpectedly_large
+machine.is_unexpectedly_large = lambda *args, **more: is_large(*args, **more, num_samples=4)
+def loss(self, *args, **more):
+    here = reruns.get_rerun_state_machine()
+    first = here.state == reruns.RerunState.INITIAL_RUN and torch.distributed.get_rank() == 1
+    return native(self, *args, **more) * (30 if first and here.current_iteration == 4 else 1)
+LanguageModule.compute_language_model_loss = loss
+runpy.run_path(os.path.join(os.path.dirname(__file__), "pretrain_gpt.py"), run_name="__main__")
+"""
+
+
+@needs_repository
+@proves(Kind.NOTHING, Promise.SAME)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_spiky_loss_is_checked_as_without_the_plugin(
+    run: Launch, script: Path, data: Path, tmp_path: Path
+) -> None:
+    spiky = script.with_name("spiky.py")
+    spiky.write_text(SPIKE)
+    options = (*NO_EVALUATION, *NO_DROPOUT, "--check-for-spiky-loss")
+    spec = replace(SPEC, script=spiky.name, steps=6, options=options)
+    ours = run(spec)
+    plain = run_without_plugin(spec, script=spiky, data=data, folder=tmp_path / "plain")
+    theirs = plain.stdout + plain.stderr
+    assert ours.returncode == plain.returncode == 0, ours.output[-4000:]
+    for said in ("message='Spiky loss'", "Possible transient error", "validation was not fatal"):
+        assert ours.output.count(said) == theirs.count(said) > 0, said
+    check_close(printed(ours), printed_in(theirs))
 
 
 @needs_repository
