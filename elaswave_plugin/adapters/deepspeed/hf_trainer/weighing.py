@@ -38,6 +38,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.core.step.loss_parts import (
     RULES,
     SAMPLES,
+    SUM,
     TOKENS,
     Interval,
     Pass,
