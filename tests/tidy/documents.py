@@ -197,7 +197,7 @@ def with_block(text: str, name: str, body: str) -> str:
 
 def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
     """Every generated part but the ledger: its page, its name, and what writes it."""
-    from tests.tidy import function_index, proofs, refused, room_pages
+    from tests.tidy import features, function_index, proofs, refused, room_pages
 
     return (
         (ARCHITECTURE, "rooms", room_pages.rooms_table),
@@ -206,6 +206,7 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
         (SETTINGS, "phases", phases_table),
         (LATENCY, "latency", latency_table),
         (STEP_STATE, "step state", step_state_table),
+        (LIMITS, "features", features.features_table),
         (LIMITS, "megatron-core", refused.megatron_table),
         (LIMITS, "megatron-lm", refused.megatron_lm_table),
         (LIMITS, "deepspeed", refused.deepspeed_table),

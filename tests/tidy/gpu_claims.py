@@ -39,7 +39,7 @@ def unshown_claims(text: str, root: Path) -> list[str]:
     """Return the claims of a page that no result file shows and that do not say "not run"."""
     return [
         one
-        for one in _statements(text)
+        for one in statements(text)
         if (_MODEL.search(one) or (_DEVICE.search(one) and _DONE.search(one)))
         and not _PLAIN.search(one)
         and not any(is_result(root / name) for name in _FILE.findall(one))
@@ -55,7 +55,8 @@ def is_result(path: Path) -> bool:
         return False
 
 
-def _statements(text: str) -> Iterator[str]:
+def statements(text: str) -> Iterator[str]:
+    """Yield the sentences, items and rows of a page, without its code."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |\||#))", text):
         if block.lstrip().startswith("|"):
