@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -17,7 +18,7 @@ def test_a_checkpoint_of_another_global_batch_is_told(
     capfd: pytest.CaptureFixture[str], batch: int, says: bool
 ) -> None:
     worker: Any = SimpleNamespace(owns_rank_0=True)
-    OwnLoops(worker, width=2).loaded(steps=5, samples=60, batch=batch)
+    OwnLoops(worker, torch.nn.Identity(), width=2).loaded(steps=5, samples=60, batch=batch)
     said = capfd.readouterr()
     text = "the checkpoint has 5 steps of 12 samples, and a step has 8 from now on: "
     assert (text in said.out + said.err) is says

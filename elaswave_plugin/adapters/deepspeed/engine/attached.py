@@ -77,7 +77,7 @@ class AttachedEngine:
         # Called once everyone leaves.
         self.at_leave: list[Callable[[], None]] = [patches.undo, self._unbound.stop]
         self._left = self._working = False
-        self.own_loops = OwnLoops(worker, width=len(worker.launch_slots))
+        self.own_loops = OwnLoops(worker, engine.module, width=len(worker.launch_slots))
         self.at_leave.append(self.own_loops.end)
         if worker.config.last_checkpoint_dir is not None:
             worker.member.saves_last()

@@ -1,5 +1,8 @@
-"""Says once, when it begins to matter, what a loss changes for lines of a script's own loop."""
+"""Says once, when it begins to matter, what a loss changes for a script and its model."""
 
+import torch
+
+from elaswave_plugin.adapters.batch_layers import batch_layers
 from elaswave_plugin.adapters.script_lines import asking_line
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.ipc.console import say
@@ -11,10 +14,12 @@ _PAGE, _MEAN = "docs/deepspeed.md", "elaswave_plugin.deepspeed.mean"
 class OwnLoops:
     """One worker's warnings of a loop that the script owns; rank 0 speaks for all."""
 
-    def __init__(self, worker: Worker, *, width: int) -> None:
+    def __init__(self, worker: Worker, model: torch.nn.Module, *, width: int) -> None:
         """``width``: the workers of the launch."""
         self._worker = worker
+        self._model = model
         self._width = width
+        self._layers_told = False
         self._evaluation_told = False
         # Lines of the script that ask for the width or for what all workers have: whether told.
         self._lines: dict[str, bool] = {}
@@ -65,6 +70,10 @@ class OwnLoops:
         """Warn of the lines that ask, where shares are others than those of the launch."""
         self._changed = len(self._worker.view.ranks) != self._width or len(self._sizes()) > 1
         self._tell()
+        # In pipelines micro-batches stay whole.
+        if self._changed and self._sizes() and not self._layers_told:
+            self._layers_told = True
+            self._tell_layers()
 
     def _tell(self) -> None:
         lines = [line for line, told in self._lines.items() if not told]
@@ -82,6 +91,18 @@ class OwnLoops:
             f"{shares}: the numbers of {', '.join(lines)} follow them; take a mean of the step by"
             f" {mean}, divide sums of an evaluation by its samples, and multiply by a width of"
             f" before the loop ({_PAGE})"
+        )
+
+    def _tell_layers(self) -> None:
+        layers = batch_layers(self._model)
+        if not layers or not self._worker.owns_rank_0:
+            return
+        each = f", as each of {len(layers)} such layers," if layers[1:] else ""
+        say(
+            f"{layers[0]}{each} normalises a sample by the others of its micro-batch, and"
+            " micro-batches are cut in other parts now: the losses differ from those of a run"
+            " without a loss of workers; use GroupNorm or LayerNorm, or on GPUs SyncBatchNorm"
+            f" ({_PAGE})"
         )
 
     def _sizes(self) -> set[int]:
