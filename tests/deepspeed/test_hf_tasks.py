@@ -43,6 +43,17 @@ def test_a_task_that_is_met_first_after_a_loss_is_asked_then(
     assert apart(run, reference, kill, f"--block={block}") <= FP32_BOUND
 
 
+@proves(Kind.KILL, Promise.NAMED)
+def test_a_batch_of_two_tasks_is_told(run: Launch) -> None:
+    """Each worker has another task; the collator drops what its samples have not in common."""
+    killed = run(spec_of("1@2:backward", options=("--block=2", "--drops")))
+    assert killed.returncode == 0, killed.output[-4000:]
+    assert len(killed.events("fault_fired")) == 1
+    # Of three workers, in the order of samples: 0 to 3, 3 to 6, 6 to 8.
+    assert 1 <= killed.output.count("samples of one batch of worker") <= 2
+    assert "(input_ids, labels | input_ids, labels, kind, weight)" in killed.output
+
+
 @pytest.mark.slow
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 @pytest.mark.parametrize("model", ["mixtral", "qwen"])

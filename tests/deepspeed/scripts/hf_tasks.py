@@ -85,9 +85,14 @@ class TasksTrainer(Trainer):
 
 
 def by_task(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The task of a batch is that of its first sample."""
-    names = samples[0]
-    assert all(one.keys() == names.keys() for one in samples), "a batch of two tasks"
+    """All samples of a batch are of one task."""
+    assert all(one.keys() == samples[0].keys() for one in samples), "a batch of two tasks"
+    return in_common(samples)
+
+
+def in_common(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack the values that all samples of a batch have."""
+    names = [name for name in samples[0] if all(name in one for one in samples)]
     return {name: torch.stack([one[name] for one in samples]) for name in names}
 
 
@@ -99,6 +104,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=0, help="samples of a task behind each other")
     parser.add_argument("--model", default="llama")
     parser.add_argument("--terms", action="store_true")
+    parser.add_argument("--drops", action="store_true", help="what samples have not in common")
     parser.add_argument("--says", help="what the section says of the loss")
     args, _ = parser.parse_known_args()
     for event in EVENTS:
@@ -142,7 +148,7 @@ def main() -> None:
             remove_unused_columns=False,
         ),
         train_dataset=Tasks(args.block),
-        data_collator=by_task,
+        data_collator=in_common if args.drops else by_task,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     ).train()
 

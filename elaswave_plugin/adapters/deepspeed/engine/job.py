@@ -496,6 +496,7 @@ class EngineJob(AttachedEngine):
         if reserve:
             check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
         loader.on_void = self.own_loops.leaves_first_epoch
+        loader.on_mixed = self.own_loops.mixes
         self._news.expect(loader)
 
     @abandoning

@@ -6,7 +6,7 @@ other's. While healthy every worker's share is its own replica's micro-batch; af
 samples are cut into fewer and larger shares.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -184,6 +184,8 @@ class ElasticLoader:
         self._usual: int | None = None
         # Told where the script leaves its first epoch, so that nobody knows whether it counts them.
         self.on_void: Callable[[int, int], None] = lambda taken, void: None
+        # Told what keys samples of one batch have, where these differ.
+        self.on_mixed: Callable[[Sequence[str]], None] = lambda keys: None
         # The epoch that the others iterate over, as far as a worker that comes later knows.
         self.epoch_of_others = 0
         self._has_skipped = False
@@ -373,6 +375,9 @@ class ElasticLoader:
             for number, item in enumerate(request.items, request.start):
                 seed_host(draw_key(self._seed, request.place, number))
                 samples.append(self.dataset[item])
+            keys = {", ".join(map(str, one)) for one in samples if isinstance(one, Mapping)}
+            if len(keys) > 1:
+                self.on_mixed(sorted(keys))
             return self._collate(samples)
 
     def advance(self, count: int) -> None:

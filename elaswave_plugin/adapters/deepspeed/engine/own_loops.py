@@ -1,5 +1,7 @@
 """Says once, when it begins to matter, what a loss changes for a script and its model."""
 
+from collections.abc import Sequence
+
 import torch
 
 from elaswave_plugin.adapters.batch_layers import batch_layers
@@ -20,6 +22,8 @@ class OwnLoops:
         self._model = model
         self._width = width
         self._layers_told = False
+        # Whether batches of samples with different keys are nothing new, or told.
+        self._mixes = False
         self._evaluation_told = False
         # Lines of the script that ask for the width or for what all workers have: whether told.
         self._lines: dict[str, bool] = {}
@@ -68,12 +72,25 @@ class OwnLoops:
 
     def recovered(self) -> None:
         """Warn of the lines that ask, where shares are others than those of the launch."""
-        self._changed = len(self._worker.view.ranks) != self._width or len(self._sizes()) > 1
+        self._changed = self._has_other_shares
         self._tell()
         # In pipelines micro-batches stay whole.
         if self._changed and self._sizes() and not self._layers_told:
             self._layers_told = True
             self._tell_layers()
+
+    def mixes(self, keys: Sequence[str]) -> None:
+        """Warn of a batch whose samples have different ``keys``, if none had at the launch."""
+        before, self._mixes = self._mixes, True
+        # A recovery is told once its step is made again.
+        if self._has_other_shares and not before:
+            say(
+                f"samples of one batch of worker {self._worker.slot} have different keys"
+                f" ({' | '.join(keys)}), as in no batch before the loss of workers: its share is of"
+                " several micro-batches of the launch; have the collator and the loss take such"
+                " batches, or order the data so that all workers have the same keys at once"
+                f" ({_PAGE})"
+            )
 
     def _tell(self) -> None:
         lines = [line for line, told in self._lines.items() if not told]
@@ -104,6 +121,10 @@ class OwnLoops:
             " without a loss of workers; use GroupNorm or LayerNorm, or on GPUs SyncBatchNorm"
             f" ({_PAGE})"
         )
+
+    @property
+    def _has_other_shares(self) -> bool:
+        return len(self._worker.view.ranks) != self._width or len(self._sizes()) > 1
 
     def _sizes(self) -> set[int]:
         """The samples that workers have of an iteration; none in a pipeline."""
