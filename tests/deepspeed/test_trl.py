@@ -161,6 +161,7 @@ def test_an_evaluation_of_preferences_is_made_again(run: Launch, reference: Laun
     check_survived(killed)
     wanted = [one[:2] for one in tapes(reference(spec))[0]]
     assert [[one[:2] for one in tape] for tape in tapes(killed)] == 3 * [wanted]
+    assert killed.output.count("logs metrics of evaluations that are means of") == 1
 
 
 class TrlSpec(ExampleSpec):
