@@ -15,6 +15,8 @@ from tests.proofs import Kind, Promise, proves
 
 TOLD = "model.norm.1 (BatchNorm1d) normalises a sample by the others of its micro-batch"
 
+APART = "of itself apart from the sum of those of its parts"
+
 
 def spec_of(*kills: str, layer: str, by: str) -> EngineSpec:
     """Two samples are in a micro-batch of the launch."""
@@ -59,5 +61,20 @@ def test_batch_norm_that_is_kept_in_evaluation_mode_says_nothing(
     run: Launch, reference: Launch, by: str
 ) -> None:
     killed = killed_run(run, "1@2:backward", layer="frozen", by=by)
-    assert "normalises a sample" not in killed.output
+    assert "normalises a sample" not in killed.output and APART not in killed.output
     assert max_relative_difference(killed, reference(killed.spec)) <= FP32_BOUND
+
+
+@pytest.mark.slow
+@proves(Kind.KILL, Promise.NAMED)
+def test_a_capacity_of_experts_is_told_where_the_loss_is_divided_by_items(run: Launch) -> None:
+    killed = killed_run(run, "1@2:backward", layer="capacity", by="trainer")
+    assert killed.output.count(APART) == 1
+
+
+@pytest.mark.slow
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_a_capacity_of_experts_is_refused_where_the_loss_is_a_mean(run: Launch) -> None:
+    refused = run(spec_of(layer="capacity", by="hand"))
+    assert refused.returncode == 2 and not refused.files.steps
+    assert "is not made up of those of its parts" in refused.output

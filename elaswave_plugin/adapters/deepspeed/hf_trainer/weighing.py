@@ -77,7 +77,7 @@ class Weighing:
         self._draws_told = False
         self._items_are_own = not args.average_tokens_across_devices
         self._shifts = bool(getattr(trainer, "_loss_shifts_labels", True))
-        self._unknown_told = False
+        self._unknown_told = self._parts_asked = False
         # Whether micro-batches of the launch, of one sample each, are passed one by one.
         self._is_alone = False
 
@@ -145,7 +145,32 @@ class Weighing:
             tolerance=tolerance,
             draws=follows_draws,
         )
+        if any(WHOLE in one and one[WHOLE].rule == SUM for one in known.values()):
+            self._tell_of_parts(batch, number, ask, tolerance)
         return {**silent, **known}
+
+    def _tell_of_parts(
+        self, batch: Any, number: int, ask: Callable[[Any], Losses], tolerance: float
+    ) -> None:
+        """Say once that a loss which is divided by items is not the sum of those of its parts."""
+        if self._declared is not None or self._parts_asked:
+            return
+        self._parts_asked = True
+        parts = told_parts(batch, self._samples(number), ask)
+        if isinstance(parts, str):
+            return
+        told = [one[WHOLE] for one, _ in parts if WHOLE in one and one[WHOLE].says]
+        apart = max((one.miss(SUM) for one in told), default=0.0)
+        # Parts have few labels, whose errors of rounding are larger.
+        if apart <= 10 * tolerance or draws(batch, ask, tolerance=tolerance):
+            return
+        if self._job.speaks:
+            say(
+                f"the loss of a micro-batch is {apart:.2g} of itself apart from the sum of those of"
+                " its parts, as where experts have a capacity or negatives are taken from the"
+                " batch: a loss of workers cuts micro-batches in other parts, and the losses differ"
+                " then from those of a run without one (docs/huggingface.md)"
+            )
 
     def _tell_of_the_unknown(self) -> None:
         """Say once that a loss which is not finite tells no weight for parts of unequal size."""
