@@ -12,6 +12,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from elaswave_plugin.adapters.answers import refuse
+from elaswave_plugin.adapters.batch_layers import batch_layers
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.state import adam
@@ -103,6 +104,9 @@ def why_whole_pieces(chunks: Sequence[DistributedDataParallel]) -> str | None:
     names = {type(core).__name__ for core in cores if not isinstance(core, DotProductAttention)}
     if config.attention_dropout and names:
         return f"{' and '.join(sorted(names))} draws its attention_dropout by itself"
+    layers = [layer for chunk in chunks for layer in batch_layers(chunk)]
+    if layers:
+        return f"{layers[0]} normalises a sample by the others of its micro-batch"
     if rng.keeps_generators():
         return "the RNG tracker (te_rng_tracker) keeps generators, whose draws cannot be cut"
     return None
