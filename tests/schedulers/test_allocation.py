@@ -74,7 +74,6 @@ def test_an_allocation_outlives_its_first_node(
     assert "the job is done" in "".join(said[1:])
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.ALL_LEAVE, Promise.EQUAL)
 def test_the_time_limit_leaves_a_checkpoint_from_which_the_next_life_goes_on(
     slurm: Slurm,
@@ -129,7 +128,6 @@ if os.environ["RANK"] == "1" and "SLURM_RESTART_COUNT" not in os.environ:
 """
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.KILL_AT_START, Promise.EQUAL, victim="1")
 def test_a_loss_before_the_first_seal_has_slurm_start_the_job_again(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
