@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what a tier leaves out, and put cheap and fundamental tests first, faults last.
 
     Of tests that the command line names, all cases run. Raises UsageError for a representative that
-    is no test.
+    is no test, and for a part that there is not.
     """
     for item in items:
         if waits_for_faults(item.nodeid):
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unknown = unknown_representatives([item.nodeid for item in items])
         if unknown:
             raise pytest.UsageError(f"tests/tiers.py names {unknown}, which are no tests")
-        said = sample.draw(items, sample.seed(), REPRESENTATIVES)
+        said = sample.draw(items, sample.chosen_part(), REPRESENTATIVES)
         terminal = config.pluginmanager.get_plugin("terminalreporter")
         if terminal is not None:  # `-q` has no header: the draw is said either way
             terminal.write_line(said)

@@ -1,11 +1,11 @@
-"""The sample of families of tests, and of tests of large files, drawn by the hash of the commit."""
+"""The sample of tests: each family, and each file of many fault tests, is dealt out in parts."""
 
+import itertools
+import json
 import math
 import os
 import random
-import subprocess
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,117 +15,134 @@ import pytest
 from tests.proofs import proof_of, struck
 
 SAMPLE = "ELASWAVE_SAMPLE"
-# Of a file with more fault tests than the least, this share of them is drawn.
-SHARE_OF_A_FILE, LEAST_OF_A_FILE = 0.25, 3
-ROOT = Path(__file__).resolve().parents[1]
-# The cases of one parameter, by their numbers; each case has a test for every other parameter.
-Cases = dict[int, list[pytest.Item]]
+PARTS = 8
+# A file with more fault tests than these is dealt out whole; of others, the families are.
+SMALL_FILE = 3
+# Its field `part` is the part that all runs draw.
+DURATIONS = Path(__file__).with_name("durations.json")
+# A test with the numbers of its sampled parameters; it has an item for every other parameter.
+Case = tuple[str, tuple[int, ...]]
+Cases = dict[Case, list[pytest.Item]]
 
 
-def sampled(cases: Iterable[Any], *, share: int) -> list[Any]:
-    """The cases of a parameter, of which ``share`` are drawn; the others wait for `make matrix`."""
+def sampled(cases: Iterable[Any], *, most: int | None = None) -> list[Any]:
+    """The cases of a parameter, an eighth of which is in each part.
+
+    ``most``: no more than these are, for what is dear; a fixed choice of the others is for
+    `make matrix` alone.
+    """
+    cases = list(cases)
+    dealt = range(len(cases))
+    if most is not None and most * PARTS < len(cases):
+        dealt = random.Random(most).sample(dealt, most * PARTS)
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=pytest.mark.sampled(number, share),
+            marks=[pytest.mark.sampled(number), *([] if number in dealt else [pytest.mark.slow])],
         )
         for number, case in enumerate(cases)
     ]
 
 
-def seed() -> str:
-    """The text that decides what is drawn: ELASWAVE_SAMPLE, else the commit's hash."""
-    if given := os.environ.get(SAMPLE):
-        return given
-    command = ["git", "rev-parse", "--short=12", "HEAD"]
-    try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        return "no git"
-    return found.stdout.strip() or "no commit"
+def chosen_part() -> int:
+    """Return the part that is drawn: ELASWAVE_SAMPLE, else the committed one.
 
-
-def draw(items: Sequence[pytest.Item], seed: str, always: Collection[str]) -> str:
-    """Mark as slow what is not drawn, and say how much is; cases in ``always`` are drawn.
-
-    Of each family at least one case is drawn, and tests of large files are left out only where
-    others have their kind of fault with their promise: each kind is drawn with each promise.
+    Raises UsageError for what is no part.
     """
-    families: dict[tuple[str, int], tuple[int, Cases]] = {}
+    given = os.environ.get(SAMPLE)
+    if given is None:
+        return int(json.loads(DURATIONS.read_text())["part"])
+    if given not in map(str, range(PARTS)):
+        raise pytest.UsageError(
+            f"{SAMPLE} is {given!r}, and the parts of the tests are 0 to {PARTS - 1}: give one of "
+            f"these, or unset it for the part in tests/{DURATIONS.name}"
+        )
+    return int(given)
+
+
+def draw(items: Sequence[pytest.Item], part: int, always: Collection[str]) -> str:
+    """Mark what is dealt out with its parts, as slow what is not in this one; say how much is."""
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    parts = parts_of(quick, always)
+    dealt = [item for item in quick if item.nodeid in parts]
+    for item in dealt:
+        item.add_marker(pytest.mark.dealt(*sorted(parts[item.nodeid])))
+        if part not in parts[item.nodeid]:
+            item.add_marker(pytest.mark.slow)
+    count = sum(part in parts[item.nodeid] for item in dealt)
+    return f"part {part} of the tests: {count} of {len(dealt)} sampled, again by {SAMPLE}={part}"
+
+
+def parts_of(items: Sequence[pytest.Item], always: Collection[str]) -> dict[str, set[int]]:
+    """Deal out families and large files, but for cases in ``always``: the parts of each case.
+
+    Every case has one, and each kind of fault is in each part with each promise.
+    """
+    found: dict[str, set[int]] = {}
+    for name, cases in decks_of([one for one in items if one.nodeid not in always]).items():
+        found |= {item.nodeid: set() for some in cases.values() for item in some}
+        for part, mine in enumerate(deal(cases, random.Random(name))):
+            for item in itertools.chain.from_iterable(cases[case] for case in mine):
+                found[item.nodeid].add(part)
+    pairs: dict[tuple[str, str], list[set[int]]] = {}
+    for item in items:
+        if (proof := proof_of(item)) is not None:
+            own = found.get(item.nodeid, {*range(PARTS)})
+            pairs.setdefault((proof.kind, proof.promise), []).append(own)
+    for number, owned in enumerate(pairs.values()):
+        for part in {*range(PARTS)} - set().union(*owned):
+            owned[(number + part) % len(owned)].add(part)
+    return found
+
+
+def decks_of(items: Sequence[pytest.Item]) -> dict[str, Cases]:
+    """Return what is dealt out: the cases of large files, and those of families in other files."""
+    tests: dict[str, set[str]] = {}
+    for item in items:
+        if item.get_closest_marker("fault") is not None:
+            test = item.nodeid.partition("[")[0]
+            tests.setdefault(test.partition("::")[0], set()).add(test)
+    large = {file for file, some in tests.items() if len(some) > SMALL_FILE}
+    decks: dict[str, Cases] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
-        for place, mark in enumerate(item.iter_markers("sampled")):
-            number, share = mark.args
-            _, cases = families.setdefault((test, place), (share, {}))
-            cases.setdefault(number, []).append(item)
-    members: set[str] = set()
-    left: dict[str, pytest.Item] = {}
-    for (test, place), (share, cases) in families.items():
-        kept = choose(cases, share, random.Random(f"{seed} {test} {place}"), always)
-        members |= {item.nodeid for case in cases.values() for item in case}
-        left |= {one.nodeid: one for n, case in cases.items() if n not in kept for one in case}
-    rest = [item for item in items if item.nodeid not in left and _is_of_faults(item)]
-    for names, dropped in _large_files(rest, seed, always):
-        members |= names
-        left |= dropped
-    for item in left.values():
-        item.add_marker(pytest.mark.slow)
-    drawn = len(members) - len(left)
-    return f"{drawn} of {len(members)} sampled tests drawn, again by {SAMPLE}={seed}"
+        file = test.partition("::")[0]
+        numbers = tuple(mark.args[0] for mark in item.iter_markers("sampled"))
+        if file in large or numbers:
+            deck = decks.setdefault(file if file in large else test, {})
+            deck.setdefault((test, numbers), []).append(item)
+    return decks
 
 
-def _is_of_faults(item: pytest.Item) -> bool:
-    marks = {mark.name for mark in item.iter_markers()}
-    return "fault" in marks and "slow" not in marks
+def deal(cases: Cases, dice: random.Random) -> list[list[Case]]:
+    """Deal an eighth of the cases to each part, rounded up: when all are dealt, once more.
 
-
-def _large_files(
-    items: Sequence[pytest.Item], seed: str, always: Collection[str]
-) -> Iterator[tuple[set[str], dict[str, pytest.Item]]]:
-    """Yield the cases of each file with many tests, and of these the ones that are left out."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    pairs = {name: {_pair(item) for item in cases} - {None} for name, cases in tests.items()}
-    told = Counter(pair for some in pairs.values() for pair in some)
-    files: dict[str, list[str]] = {}
-    for name in tests:
-        files.setdefault(name.partition("::")[0], []).append(name)
-    for file, names in sorted(files.items()):
-        spare = len(names) - max(LEAST_OF_A_FILE, math.ceil(SHARE_OF_A_FILE * len(names)))
-        dropped: dict[str, pytest.Item] = {}
-        for name in random.Random(f"{seed} {file}").sample(sorted(names), len(names)):
-            is_wanted = any(item.nodeid in always for item in tests[name])
-            if spare > 0 and not is_wanted and all(told[pair] > 1 for pair in pairs[name]):
-                spare -= 1
-                told -= Counter(pairs[name])
-                dropped |= {item.nodeid: item for item in tests[name]}
-        yield {item.nodeid for name in names for item in tests[name]}, dropped
-
-
-def _pair(item: pytest.Item) -> tuple[str, str] | None:
-    proof = proof_of(item)
-    return proof and (proof.kind, proof.promise)
-
-
-def choose(cases: Cases, share: int, dice: random.Random, always: Collection[str] = ()) -> set[int]:
-    """Draw cases; next comes one that has most values that no drawn one has, and chance decides."""
-    kept = {number for number, case in cases.items() if any(one.nodeid in always for one in case)}
-    order = dice.sample(sorted(cases), len(cases))
-    values = {number: values_of(case[0]) for number, case in cases.items()}
-    told = set().union(*(values[number] for number in kept))
-    while len(kept) < min(max(share, 1), len(cases)):
-        rest = [number for number in order if number not in kept]
-        chosen = max(rest, key=lambda number: len(values[number] - told))
-        kept.add(chosen)
-        told |= values[chosen]
-    return kept
+    Next comes one that has most values that no other one of the part has, and chance decides.
+    """
+    values = {case: values_of(some[0]) for case, some in cases.items()}
+    rest: list[Case] = []
+    parts = []
+    for _ in range(PARTS):
+        mine: list[Case] = []
+        told: set[tuple[str, str]] = set()
+        while len(mine) < math.ceil(len(cases) / PARTS):
+            if not rest:
+                rest = [case for case in sorted(cases) if case not in mine]
+                dice.shuffle(rest)
+            chosen = max(rest, key=lambda case: len(values[case] - told))
+            rest.remove(chosen)
+            mine.append(chosen)
+            told |= values[chosen]
+        parts.append(mine)
+    dice.shuffle(parts)  # the first have more values, and so do not all come in the same part
+    return parts
 
 
 def values_of(item: pytest.Item) -> set[tuple[str, str]]:
-    """Return what tells a case from others: parameters, their fields, victim and moment."""
-    params: Mapping[str, Any] = item.callspec.params  # type: ignore[attr-defined]
+    """Return what tells a case from others: test, parameters, their fields, victim and moment."""
+    params: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
     found = {("victim or moment", one) for said in struck(params) for one in said.split()}
+    found.add(("test", item.nodeid.partition("[")[0]))
     for name, value in params.items():
         if is_dataclass(value):
             found |= {(one.name, repr(getattr(value, one.name))[:200]) for one in fields(value)}

@@ -2,7 +2,7 @@
 
 Tests in what FAULTS names are marked `fault`, but for the representatives. `make check` runs the
 folders of CHECK but for LONG, `make test` what is not marked, `make faults` what is. Of large
-families a sample is run (`tests/sample.py`); the rest, and tests marked `slow`, wait for
+families and files one of eight parts is run (`tests/sample.py`); tests marked `slow` wait for
 `make matrix`.
 """
 

@@ -242,9 +242,7 @@ def watched(
 
 
 # Thousands of steps take seconds each.
-@pytest.mark.parametrize(
-    ("number", "peers"), sampled(itertools.product((1, 2, 4, 8), (1, 3)), share=1)
-)
+@pytest.mark.parametrize(("number", "peers"), sampled(itertools.product((1, 2, 4, 8), (1, 3))))
 def test_no_false_alarm_however_few_micro_batches_of_varying_lengths(
     number: int, peers: int
 ) -> None:
@@ -263,7 +261,7 @@ def test_no_false_alarm_however_few_micro_batches_of_varying_lengths(
 @pytest.mark.parametrize(
     ("seen", "slow", "typical", "most"),
     # A job whose lengths are known names as soon as one of equal lengths, or a little later.
-    sampled([(0, 2.0, 12, 24), (20, 2.0, SHORTEST, 16), (100, 1.5, SHORTEST, LONGEST)], share=1),
+    sampled([(0, 2.0, 12, 24), (20, 2.0, SHORTEST, 16), (100, 1.5, SHORTEST, LONGEST)]),
 )
 def test_who_is_slow_among_varying_lengths_is_named_soon(
     seen: int, slow: float, typical: int, most: int, number: int, peers: int

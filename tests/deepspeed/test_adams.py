@@ -101,8 +101,7 @@ def compiled_adams(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (FUSED, "", 3),
             (FUSED, "", 0),
             (CPU, OWN, 3),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_its_state_survives(

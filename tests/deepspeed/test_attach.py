@@ -112,7 +112,7 @@ def printed_losses(output: str) -> dict[int, float]:
 
 
 @proves(Kind.NOTHING, Promise.SAME)
-@pytest.mark.parametrize(("nproc", "stage"), sampled([(4, 1), (4, 3), (2, 1)], share=1))
+@pytest.mark.parametrize(("nproc", "stage"), sampled([(4, 1), (4, 3), (2, 1)]))
 def test_a_section_that_is_not_enabled_changes_nothing_and_an_enabled_one_no_loss(
     reference: Launch, tmp_path: Path, nproc: int, stage: int
 ) -> None:
@@ -193,8 +193,7 @@ def test_installing_by_hand_is_the_same(run: Launch, reference: Launch) -> None:
         [
             (1, "ZERO_12", "DeepSpeedZeroOptimizer.__init__"),
             (3, "ZERO_3", "DeepSpeedZeroOptimizer_Stage3.__init__"),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_another_source_of_what_is_re_implemented_is_said_once(

@@ -18,7 +18,7 @@ SEEDS = (("zero1", 0), ("zero2", 42), ("zero3", 62), ("deepspeed-pipeline", 0))
 
 @proves(Kind.CHAOS, Promise.PLANNED)
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "seed"), sampled(SEEDS, share=1))
+@pytest.mark.parametrize(("name", "seed"), sampled(SEEDS))
 def test_a_seed_of_deepspeed(zygote: Zygote, tmp_path: Path, name: str, seed: int) -> None:
     stage = Stage(zygote, data=tmp_path, folder=tmp_path)
     scenario = draw(name, seed)

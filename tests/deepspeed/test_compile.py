@@ -39,7 +39,7 @@ def check_compiled(run: Outcome) -> None:
 
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.timeout(COMPILERS_LIMIT_S)
-@pytest.mark.parametrize(("stage", "backend", "how", "kill"), sampled(CASES, share=1))
+@pytest.mark.parametrize(("stage", "backend", "how", "kill"), sampled(CASES))
 def test_a_kill_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, stage: int, backend: str, how: str, kill: str
 ) -> None:
@@ -65,7 +65,7 @@ def test_kernels_of_a_cut_model_go_on(
 
 
 @proves(Kind.RETURN, Promise.PLANNED)
-@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 3]))
 def test_who_comes_back_compiles_its_own(
     run: Launch, twin: Twin, reference: Launch, stage: int
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_pipeline_of_compiled_stages(run: Launch, twin: Twin, reference: Launc
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize("stage", sampled([2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([2, 3]))
 def test_a_trainer_with_torch_compile(
     run: Launch, twin: Twin, reference: Launch, stage: int
 ) -> None:

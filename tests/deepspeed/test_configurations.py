@@ -56,7 +56,7 @@ def name_of(value: Any) -> str | None:
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize(("stage", "keys", "dtype", "kill"), sampled(CARRIED, share=2), ids=name_of)
+@pytest.mark.parametrize(("stage", "keys", "dtype", "kill"), sampled(CARRIED), ids=name_of)
 def test_a_kill_equals_the_planned_departure(
     run: Launch,
     twin: Twin,

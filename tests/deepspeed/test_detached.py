@@ -50,7 +50,7 @@ def test_what_is_missing_is_told_once(run: Launch, spec: EngineSpec, missing: st
 
 
 @proves(Kind.NOT_ATTACHED, Promise.NAMED)
-@pytest.mark.parametrize("launcher", sampled(["deepspeed", "torchrun"], share=1))
+@pytest.mark.parametrize("launcher", sampled(["deepspeed", "torchrun"]))
 def test_other_launchers_say_it_too(tmp_path: Path, launcher: str) -> None:
     port = free_port()
     command = {

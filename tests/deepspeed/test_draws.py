@@ -47,8 +47,7 @@ GuardedSteps.begin = begin_and_wait
             (2, ("0@3:gather",)),
             (3, ("1@3:forward",)),
             (1, ("3@1:snapshot", "0@4:reduce")),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_with_dropout_a_loss_equals_the_planned_departure(

@@ -70,8 +70,7 @@ def monitored(folder: Path) -> list[tuple[int, float]]:
             (3, "2@4:evaluation", MIDDLE),
             (3, "0@2:evaluation", ""),
             (3, "1@3:snapshot", ""),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_an_evaluation_is_made_again_with_the_same_result(
@@ -116,7 +115,7 @@ def test_a_loader_made_in_the_evaluation_has_the_shards_of_who_is_left(
 
 
 @proves(Kind.KILL, Promise.NAMED, victim="2", moment="4:evaluation")
-@pytest.mark.parametrize("stage", sampled([2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([2, 3]))
 def test_an_evaluation_by_the_script_itself_is_never_a_wrong_number(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:

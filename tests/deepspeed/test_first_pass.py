@@ -58,9 +58,7 @@ if os.environ["ELASWAVE_INCARNATION"] != "0":
 
 
 @proves(Kind.RETURN, Promise.PLANNED)
-@pytest.mark.parametrize(
-    ("stage", "options"), sampled([(3, ()), (3, ("--evaluate",)), (1, ())], share=2)
-)
+@pytest.mark.parametrize(("stage", "options"), sampled([(3, ()), (3, ("--evaluate",)), (1, ())]))
 def test_who_comes_back_has_what_the_first_pass_of_the_others_has_left(
     run: Launch, twin: Twin, reference: Launch, stage: int, options: tuple[str, ...]
 ) -> None:

@@ -64,8 +64,7 @@ def skipped(run: Outcome) -> list[int]:
             for stage in (1, 2, 3)
             # Between steps that overflow, in one, and rolling back one.
             for kill in ("0@4:backward", "3@5:reduce", "1@5:snapshot", "2@6:forward")
-        ],
-        share=1,
+        ]
     ),
 )
 def test_steps_that_overflow_before_and_after_a_loss(

@@ -53,7 +53,7 @@ def check_grown(run: Outcome, reference: Outcome) -> None:
 @proves(Kind.JOIN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "bf16"),
-    sampled([(stage, bf16) for bf16 in (False, True) for stage in range(4)], share=1),
+    sampled([(stage, bf16) for bf16 in (False, True) for stage in range(4)]),
 )
 def test_a_fifth_worker_joins_an_engine_of_four(
     run: Launch, reference: Launch, stage: int, bf16: bool
@@ -92,7 +92,7 @@ def drawn() -> list[tuple[int, str, bool]]:
 
 
 @proves(Kind.JOIN_LOSS, Promise.PLANNED)
-@pytest.mark.parametrize(("stage", "kill", "bf16"), sampled(drawn(), share=1))
+@pytest.mark.parametrize(("stage", "kill", "bf16"), sampled(drawn()))
 def test_a_worker_of_a_grown_engine_is_lost(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, bf16: bool
 ) -> None:
@@ -154,7 +154,7 @@ def test_two_nodes_double(run: Launch, reference: Launch, stage: int) -> None:
 
 
 @proves(Kind.JOIN, Promise.WHOLE)
-@pytest.mark.parametrize("stage", sampled([2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([2, 3]))
 def test_a_loop_over_epochs_grows_and_five_write_the_checkpoints_from_there_on(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:

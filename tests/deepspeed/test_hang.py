@@ -32,7 +32,7 @@ CASES = [(1, "2@4:forward:loop"), (3, "0@4:backward:gil"), (3, "1@4:data:stop")]
 
 
 @proves(Kind.HANG, Promise.PLANNED)
-@pytest.mark.parametrize(("stage", "hang"), sampled(CASES, share=1))
+@pytest.mark.parametrize(("stage", "hang"), sampled(CASES))
 def test_a_hang_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, stage: int, hang: str
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_hang_equals_the_planned_departure(
 
 
 @proves(Kind.HANG, Promise.CLOSE)
-@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 3]))
 def test_a_hang_in_a_pass_of_an_evaluation_is_found(
     run: Launch, reference: Launch, stage: int
 ) -> None:

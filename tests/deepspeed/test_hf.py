@@ -62,8 +62,7 @@ def printed(output: str) -> list[tuple[int, float, str]]:
             (3, "3@3:data"),
             (3, "0@3:forward"),
             (3, "2@4:gather"),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
@@ -85,7 +84,7 @@ def test_a_kill_is_absorbed_and_the_script_counts_each_step_once(
 
 @proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
 @pytest.mark.parametrize(
-    "script", sampled([EXAMPLE, EVALUATING], share=1), ids=["example", "no deepspeed first"]
+    "script", sampled([EXAMPLE, EVALUATING]), ids=["example", "no deepspeed first"]
 )
 def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     tmp_path: Path, reference: Launch, script: str
@@ -126,7 +125,7 @@ def plain(spec: EngineSpec, folder: Path) -> str:
 # With five iterations an epoch and two a step, Accelerate ends the last step of each epoch early.
 @proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(
-    "options", sampled([((),), (("--limit=20",),)], share=1), ids=["whole", "early-boundaries"]
+    "options", sampled([((),), (("--limit=20",),)]), ids=["whole", "early-boundaries"]
 )
 @pytest.mark.slow
 def test_without_a_loss_it_is_what_accelerate_does_alone(
@@ -161,7 +160,7 @@ def evaluations(run: Outcome) -> list[list[tuple[int, int, float]]]:
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="0", moment="2:backward")
-@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 3]))
 def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage: int) -> None:
     spec = EngineSpec(
         script=EVALUATING,

@@ -57,8 +57,7 @@ def check(run: Launch, twin: Twin, reference: Launch, spec: EngineSpec) -> Outco
             ("items", ("--padded",), 2),
             ("classes", ("--batch-size=1",), 2),
             ("labels", ("--padded",), 3),
-        ],
-        share=3,
+        ]
     ),
 )
 def test_the_losses_are_those_of_the_undisturbed_run(

@@ -91,7 +91,7 @@ def repeated(run: Outcome) -> tuple[int, int]:
 
 
 @proves(Kind.RESUME, Promise.PLANNED, victim="1", moment="1:backward")
-@pytest.mark.parametrize("kind", sampled(["plain", "shuffled"], share=1))
+@pytest.mark.parametrize("kind", sampled(["plain", "shuffled"]))
 def test_a_stream_is_resumed_in_its_third_pass_and_a_worker_is_lost_and_comes_back(
     run: Launch, reference: Launch, kind: str
 ) -> None:

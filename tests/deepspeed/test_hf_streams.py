@@ -78,8 +78,7 @@ def check(run: Outcome, reference: Outcome, kill: str) -> None:
             ("2@5:data", (*RAGGED, "--no-dispatch")),
             ("0@3:reduce", (*WHOLE, "--stream=shuffled")),
             ("1@3:backward", (*RAGGED, "--stateful=used")),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_keeps_the_place(
@@ -107,8 +106,7 @@ def test_a_kill_keeps_the_place(
             (("--stream=none", *RAGGED), "at the pass"),
             (("--stream=plain", *WHOLE), "read"),
             (("--stream=plain", *WHOLE), "at the pass"),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_one_resumed_in_the_second_pass_goes_on_there_or_is_told(
@@ -130,7 +128,7 @@ def test_one_resumed_in_the_second_pass_goes_on_there_or_is_told(
 @proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(
     "options",
-    sampled([(RAGGED,), ((*RAGGED, "--no-dispatch"),), ((*WHOLE, "--stream=shuffled"),)], share=1),
+    sampled([(RAGGED,), ((*RAGGED, "--no-dispatch"),), ((*WHOLE, "--stream=shuffled"),)]),
     ids=["dispatched", "read by all", "shuffled"],
 )
 @pytest.mark.slow

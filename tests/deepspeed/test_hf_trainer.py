@@ -42,8 +42,7 @@ FIRST = ("--evaluate=4", "--evaluate-first")
             (0, "3@0:backward"),
             (2, "1@0:optimizer"),
             (3, "0@0:forward"),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_a_kill_in_the_first_step_counts_it_once(
@@ -66,8 +65,7 @@ def test_a_kill_in_the_first_step_counts_it_once(
             (("--per-batch", "--dropout=0.1"),),
             # Epochs of five iterations: their last update has one micro-batch of two.
             (("--limit=20", "--logging-steps=2"),),
-        ],
-        share=1,
+        ]
     ),
     ids=["means", "epochs"],
 )
@@ -84,9 +82,7 @@ def test_weights_draws_and_epochs_follow_the_job(
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize(
-    ("stage", "kill"), sampled([(2, "1@2:backward"), (3, "0@3:forward")], share=1)
-)
+@pytest.mark.parametrize(("stage", "kill"), sampled([(2, "1@2:backward"), (3, "0@3:forward")]))
 def test_quantized_weights_stay_where_they_are(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
 ) -> None:
@@ -109,8 +105,7 @@ def test_quantized_weights_stay_where_they_are(
             (2, "3@2:backward", 6, ("--limit=24",)),
             (1, "2@2:backward", 5, FIRST),
             (3, "1@1:forward", 4, FIRST),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_lost_worker_comes_back(
@@ -130,7 +125,7 @@ def test_a_lost_worker_comes_back(
 @proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("kill", "options"),
-    sampled([("2@1:backward", ()), ("1@1:forward", ("--lora",))], share=1),
+    sampled([("2@1:backward", ()), ("1@1:forward", ("--lora",))]),
 )
 def test_a_lost_worker_loads_its_model_alone(
     run: Launch, twin: Twin, reference: Launch, kill: str, options: tuple[str, ...]
@@ -165,7 +160,7 @@ def test_a_worker_joins_beyond_the_launch(run: Launch, reference: Launch) -> Non
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
-@pytest.mark.parametrize("loss", sampled(["mean", "sum", "function"], share=1))
+@pytest.mark.parametrize("loss", sampled(["mean", "sum", "function"]))
 def test_a_loss_of_its_own_weighs_as_at_the_launch(
     run: Launch, twin: Twin, reference: Launch, loss: str
 ) -> None:
@@ -177,7 +172,7 @@ def test_a_loss_of_its_own_weighs_as_at_the_launch(
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize("options", sampled([((),), (("--use-cpu",),)], share=1), ids=["", "cpu"])
+@pytest.mark.parametrize("options", sampled([((),), (("--use-cpu",),)]), ids=["", "cpu"])
 def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
     tmp_path: Path, reference: Launch, options: tuple[str, ...]
 ) -> None:
@@ -205,8 +200,7 @@ def test_a_kill_is_survived_in_interpreters_that_import_all_anew(
             (3, "3@6:snapshot", ()),
             (1, "0@7:evaluation", ()),
             (3, "1@7:evaluation", ()),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_the_best_model_is_loaded_by_those_that_are_left(
@@ -230,7 +224,7 @@ def test_the_best_model_is_loaded_by_those_that_are_left(
 @proves(Kind.KILL, Promise.LOGGED)
 @pytest.mark.parametrize(
     ("stage", "kill"),
-    sampled([(2, "1@3:backward"), (2, "0@4:evaluation"), (3, "2@3:forward")], share=1),
+    sampled([(2, "1@3:backward"), (2, "0@4:evaluation"), (3, "2@3:forward")]),
 )
 def test_a_trainer_of_sequences_generates_in_its_evaluation(
     run: Launch, reference: Launch, stage: int, kill: str

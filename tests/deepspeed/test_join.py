@@ -57,7 +57,7 @@ def drawn() -> list[tuple[int, int, str, bool]]:
 
 
 @proves(Kind.RETURN, Promise.PLANNED)
-@pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn(), share=1))
+@pytest.mark.parametrize(("stage", "slot", "phase", "bf16"), sampled(drawn()))
 def test_a_lost_worker_comes_back_under_every_zero_stage(
     run: Launch, twin: Twin, reference: Launch, stage: int, slot: int, phase: str, bf16: bool
 ) -> None:
@@ -93,8 +93,7 @@ def files_of(folder: Path, tag: str) -> int:
             (2, "0@4:backward", 6),  # the first step of an epoch
             (3, "3@1:backward", 6),
             (3, "0@4:gather", 8),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_its_loop_over_epochs_arrives_where_the_others_are(
@@ -182,10 +181,7 @@ def test_four_workers_become_two_and_four_again(run: Launch, reference: Launch) 
 @proves(Kind.NEWCOMER, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "death"),
-    sampled(
-        [(1, "0:startup"), (0, "0:agree"), (3, "0:move"), (1, "0:verify"), (3, "6:backward")],
-        share=1,
-    ),
+    sampled([(1, "0:startup"), (0, "0:agree"), (3, "0:move"), (1, "0:verify"), (3, "6:backward")]),
 )
 def test_a_newcomer_dies_while_it_is_built_or_enters(
     run: Launch, twin: Twin, reference: Launch, stage: int, death: str
@@ -216,7 +212,7 @@ def test_monitors_go_back_to_the_first_worker(run: Launch, tmp_path: Path) -> No
 
 
 @proves(Kind.RETURN, Promise.WHOLE, victim="2", moment="4:backward")
-@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 3]))
 def test_it_comes_back_to_a_job_that_has_saved_and_had_nothing_to_load(
     run: Launch, twin: Twin, tmp_path: Path, stage: int
 ) -> None:
@@ -262,7 +258,7 @@ def test_it_loads_what_the_job_had_loaded_and_not_a_later_checkpoint(
 
 
 @proves(Kind.DAMAGE, Promise.OLDER, victim="0", moment="6:optimizer")
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3]))
 def test_who_came_in_a_step_redoes_the_one_before_as_well(
     run: Launch, reference: Launch, stage: int
 ) -> None:

@@ -48,7 +48,7 @@ def test_the_cover_has_every_pair() -> None:
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize("spec", sampled(cover(), share=12), ids=name_of)
+@pytest.mark.parametrize("spec", sampled(cover()), ids=name_of)
 def test_kill_in_a_phase_of_a_step_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, spec: EngineSpec
 ) -> None:

@@ -18,7 +18,7 @@ from tests.sample import sampled
 @proves(Kind.ALL_LEAVE, Promise.WHOLE)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", sampled([1, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 3]))
 def test_the_engine_saves_where_all_leave(
     run: Launch, zygote: Zygote, tmp_path: Path, stage: int
 ) -> None:

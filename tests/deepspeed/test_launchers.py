@@ -36,7 +36,7 @@ def test_torchrun_with_our_module_survives_a_kill(
 
 # By default two, since each imports the frameworks anew.
 @proves(Kind.KILL, Promise.PLANNED, victim="0", moment="3:backward")
-@pytest.mark.parametrize("nproc", sampled([2, 4], share=1))
+@pytest.mark.parametrize("nproc", sampled([2, 4]))
 def test_the_deepspeed_launcher_with_our_module_survives_a_kill(
     tmp_path: Path, twin: Twin, reference: Launch, nproc: int
 ) -> None:

@@ -80,7 +80,7 @@ def pictures(folder: Path, width: int = 3) -> list[dict[str, Any]]:
 
 
 @proves(Kind.KILL, Promise.FRESH, victim="1", moment="2:backward")
-@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=2))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3]))
 def test_live_objects_after_a_loss_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_live_objects_after_a_loss_equal_fresh_ones(
 
 
 @proves(Kind.RETURN, Promise.FRESH)
-@pytest.mark.parametrize(("stage", "slot"), sampled([(0, 2), (1, 0), (2, 3), (3, 1)], share=1))
+@pytest.mark.parametrize(("stage", "slot"), sampled([(0, 2), (1, 0), (2, 3), (3, 1)]))
 def test_live_objects_after_a_return_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int, slot: int
 ) -> None:
@@ -115,7 +115,7 @@ def test_live_objects_after_a_return_equal_fresh_ones(
 
 
 @proves(Kind.JOIN, Promise.FRESH)
-@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2, 3]))
 def test_live_objects_of_a_grown_engine_equal_fresh_ones(
     run: Launch, tmp_path: Path, stage: int
 ) -> None:

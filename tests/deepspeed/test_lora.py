@@ -51,8 +51,7 @@ def check_frozen(run: Outcome, reference: Outcome, *, workers: int) -> None:
             (3, "3@1:gather", ()),
             (3, "2@3:snapshot", ()),
             (3, "1@2:backward", ("--cut",)),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_equals_the_planned_departure(
@@ -65,7 +64,7 @@ def test_a_kill_equals_the_planned_departure(
 
 
 @proves(Kind.KILLS, Promise.PLANNED)
-@pytest.mark.parametrize("bf16", sampled([False, True], share=1))
+@pytest.mark.parametrize("bf16", sampled([False, True]))
 def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch, bf16: bool) -> None:
     spec = replace(LORA, stage=3, bf16=bf16, kills=("0@1:backward", "3@3:forward"))
     killed = run(spec)
@@ -74,7 +73,7 @@ def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch, bf16:
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
-@pytest.mark.parametrize("sabotage", sampled(["", APART], share=1), ids=["together", "apart"])
+@pytest.mark.parametrize("sabotage", sampled(["", APART]), ids=["together", "apart"])
 def test_who_comes_back_is_given_what_is_frozen(
     run: Launch, twin: Twin, reference: Launch, sabotage: str
 ) -> None:

@@ -76,8 +76,7 @@ def check_csv(run: Outcome, folder: Path) -> None:
             (2, ("0@2:optimizer", "3@2:rebind")),
             # One of them is the next owner, which dies while it opens the monitors.
             (1, ("0@2:backward", "3@4:reduce", "1@4:forward")),
-        ],
-        share=3,
+        ]
     ),
 )
 def test_every_step_is_written_once_and_in_order(

@@ -17,7 +17,7 @@ from tests.sample import sampled
 @proves(Kind.NODE_RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "slot", "standby"),
-    sampled([(1, 2, False), (2, 0, False), (3, 1, False), (2, 3, True)], share=1),
+    sampled([(1, 2, False), (2, 0, False), (3, 1, False), (2, 3, True)]),
 )
 def test_a_lost_node_of_an_engine_comes_back(
     zygote: Zygote,

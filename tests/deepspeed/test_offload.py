@@ -66,8 +66,7 @@ def check_offloaded(run: Outcome, *, fewest: int | None = None) -> None:
             (2, "1@3:backward", {"settings": LOW, "bf16": True}),
             (3, "2@2:gather", {"settings": LOW, "bf16": True}),
             (3, "2@2:optimizer", {"zero": {**PARAMETERS, "sub_group_size": 10_000}}),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_equals_the_planned_departure(
@@ -80,7 +79,7 @@ def test_a_kill_equals_the_planned_departure(
 
 
 @proves(Kind.KILLS, Promise.PLANNED)
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3]))
 def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch, stage: int) -> None:
     spec = spec_of(stage, "0@1:backward", "3@3:forward")
     killed = run(spec)
@@ -89,9 +88,7 @@ def test_two_losses_in_one_run(run: Launch, twin: Twin, reference: Launch, stage
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
-@pytest.mark.parametrize(
-    ("stage", "zero"), sampled([(2, {}), (3, {}), (3, PARAMETERS)], share=1), ids=str
-)
+@pytest.mark.parametrize(("stage", "zero"), sampled([(2, {}), (3, {}), (3, PARAMETERS)]), ids=str)
 def test_a_lost_worker_comes_back(
     run: Launch, twin: Twin, reference: Launch, stage: int, zero: dict[str, Any]
 ) -> None:

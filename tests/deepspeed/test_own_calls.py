@@ -44,7 +44,7 @@ def test_what_nobody_could_redo_is_refused_at_its_first_use(
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize("stage", sampled([0, 2], share=1))
+@pytest.mark.parametrize("stage", sampled([0, 2]))
 def test_an_optimizer_that_the_engines_drives_is_a_part_of_it(run: Launch, stage: int) -> None:
     done = run(replace(OWN_CALLS, stage=stage, options=("--what=nested",)))
     assert done.returncode == 0 and not done.orphans, done.output[-4000:]
@@ -81,7 +81,7 @@ def found(run: Outcome) -> list[dict[str, int]]:
 
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("what", ["next", "enumerate"])
-@pytest.mark.parametrize(("stage", "iteration"), sampled([(1, 0), (1, 1), (2, 0), (0, 1)], share=1))
+@pytest.mark.parametrize(("stage", "iteration"), sampled([(1, 0), (1, 1), (2, 0), (0, 1)]))
 def test_survivors_on_both_sides_of_a_step_lose_the_same_batches(
     run: Launch, reference: Launch, what: str, stage: int, iteration: int
 ) -> None:

@@ -40,8 +40,8 @@ def held(run: Outcome) -> dict[str, Any]:
 
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("kill", KILLS)
-@pytest.mark.parametrize("mode", sampled(CARRIED, share=3))
-@pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
+@pytest.mark.parametrize("mode", sampled(CARRIED))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2]))
 def test_a_step_that_is_redone_finds_what_it_found(
     run: Launch, twin: Twin, reference: Launch, stage: int, mode: str, kill: str
 ) -> None:
@@ -58,8 +58,8 @@ def test_a_step_that_is_redone_finds_what_it_found(
 
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize("kill", KILLS)
-@pytest.mark.parametrize("mode", sampled(ONCE, share=1))
-@pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
+@pytest.mark.parametrize("mode", sampled(ONCE))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2]))
 def test_what_is_set_once_stays_set_in_a_redo(
     run: Launch, twin: Twin, reference: Launch, stage: int, mode: str, kill: str
 ) -> None:
@@ -75,7 +75,7 @@ def test_what_is_set_once_stays_set_in_a_redo(
 
 
 @proves(Kind.KILL, Promise.CLOSE)
-@pytest.mark.parametrize("kill", sampled(["1@3:backward", "0@3:snapshot"], share=1))
+@pytest.mark.parametrize("kill", sampled(["1@3:backward", "0@3:snapshot"]))
 def test_what_a_callback_sets_at_the_begin_of_a_step_stays_set(
     run: Launch, reference: Launch, kill: str
 ) -> None:
@@ -87,8 +87,8 @@ def test_what_a_callback_sets_at_the_begin_of_a_step_stays_set(
 
 
 @proves(Kind.RETURN, Promise.CLOSE, victim="0", moment="4:backward")
-@pytest.mark.parametrize("mode", sampled(ONCE, share=1))
-@pytest.mark.parametrize("stage", sampled([0, 1, 2], share=1))
+@pytest.mark.parametrize("mode", sampled(ONCE))
+@pytest.mark.parametrize("stage", sampled([0, 1, 2]))
 def test_who_comes_back_does_not_set_it_alone(
     run: Launch, reference: Launch, stage: int, mode: str
 ) -> None:
@@ -102,7 +102,7 @@ def test_who_comes_back_does_not_set_it_alone(
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="0", moment="3:backward")
-@pytest.mark.parametrize("mode", sampled(["statistics", "kept average"], share=1))
+@pytest.mark.parametrize("mode", sampled(["statistics", "kept average"]))
 def test_rank_0_comes_back_with_what_the_others_keep(run: Launch, twin: Twin, mode: str) -> None:
     killed = run(of(mode, respawn=5, kills=("0@3:backward",), changes=("+0@6",)))
     check_survived(killed)

@@ -58,7 +58,6 @@ def test_steps_without_a_seal_are_made_again(run: Launch, twin: Twin, reference:
             for (index, phase), slot in itertools.product(enumerate(PHASES), (1, 2, 3, 0))
         ],
         # The first stage's rank 0 is left without a pipeline.
-        share=1,
     ),
 )
 def test_a_kill_in_any_phase_equals_the_planned_departure(
@@ -270,7 +269,7 @@ REFUSED = (
 
 
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
-@pytest.mark.parametrize(("settings", "options", "words"), sampled(list(REFUSED), share=1))
+@pytest.mark.parametrize(("settings", "options", "words"), sampled(list(REFUSED)))
 def test_what_a_pipeline_does_not_carry_is_refused(
     run: Launch, settings: dict[str, object], options: tuple[str, ...], words: str
 ) -> None:

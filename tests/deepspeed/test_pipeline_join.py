@@ -70,8 +70,7 @@ def check_scripts(run: Outcome, *, before: int) -> None:
         [
             (slot, phase, *KINDS[(slot + index) % len(KINDS)])
             for (index, phase), slot in itertools.product(enumerate(PHASES), (1, 2, 3, 0))
-        ],
-        share=1,
+        ]
     ),
 )
 def test_a_lost_worker_comes_back_to_its_pipeline(
@@ -236,9 +235,9 @@ def test_a_newcomer_dies_while_it_is_built_or_enters(
 
 
 @proves(Kind.RETURN_LOSS, Promise.PLANNED)
-@pytest.mark.parametrize("stage", sampled([0, 1], share=1))
+@pytest.mark.parametrize("stage", sampled([0, 1]))
 @pytest.mark.parametrize(
-    "kill", sampled(["1.1@7:backward", "0@6:data", "2@7:reduce", "3@8:gather"], share=1)
+    "kill", sampled(["1.1@7:backward", "0@6:data", "2@7:reduce", "3@8:gather"])
 )
 def test_another_loss_after_the_return(
     run: Launch, twin: Twin, reference: Launch, kill: str, stage: int

@@ -42,8 +42,7 @@ def spec_of(stage: int, *kills: str, in_turn: bool = True, **changes: Any) -> En
             (2, "1@2:backward", {}),
             (2, "3@3:reduce", {"bf16": True}),
             (2, "2@3:snapshot", {}),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_equals_the_planned_departure(
@@ -106,7 +105,7 @@ def in_turn(names: list[str], width: int) -> list[str]:
 
 
 @proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
-@pytest.mark.parametrize("stage", sampled([1, 2], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 2]))
 def test_a_checkpoint_has_the_order_of_its_writers(run: Launch, tmp_path: Path, stage: int) -> None:
     """As the run without the setting has written it, parameter by parameter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as converted

@@ -106,7 +106,7 @@ def writers(folder: Path) -> int:
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3]))
 @pytest.mark.parametrize(
     ("kill", "when"),
     sampled(
@@ -116,8 +116,7 @@ def writers(folder: Path) -> int:
             ("3@4:save", "written"),
             ("3@1:snapshot", "begun"),
             ("2@4:finalize", "begun"),
-        ],
-        share=3,
+        ]
     ),
 )
 def test_a_save_is_made_again_and_is_whole(
@@ -136,7 +135,7 @@ def test_a_save_is_made_again_and_is_whole(
 
 
 @proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3]))
 def test_checkpoints_after_a_loss_equal_those_after_a_planned_departure(
     saved: Saved, tmp_path: Path, stage: int
 ) -> None:
@@ -220,7 +219,7 @@ def check_loaded(run: Outcome, folder: Path) -> None:
 
 
 @proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
-@pytest.mark.parametrize("stage", sampled([1, 2, 3], share=1))
+@pytest.mark.parametrize("stage", sampled([1, 2, 3]))
 def test_a_checkpoint_of_three_workers_is_loaded_by_three(
     run: Launch, saved: Saved, tmp_path: Path, stage: int
 ) -> None:
@@ -239,7 +238,7 @@ def test_a_checkpoint_of_three_workers_is_loaded_by_three(
 
 
 @proves(Kind.KILL, Promise.WHOLE, victim="2", moment="3:backward")
-@pytest.mark.parametrize(("stage", "width"), sampled([(1, 2), (2, 4), (3, 2)], share=1))
+@pytest.mark.parametrize(("stage", "width"), sampled([(1, 2), (2, 4), (3, 2)]))
 def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
     run: Launch, saved: Saved, tmp_path: Path, stage: int, width: int
 ) -> None:

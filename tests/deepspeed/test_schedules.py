@@ -42,8 +42,7 @@ COSINE = {
             (2, "2@3:snapshot", 0.0, DECAY),
             (3, "3@2:snapshot", 0.05, COSINE),
             (0, "1@4:snapshot", 0.0, ONE_CYCLE),
-        ],
-        share=1,
+        ]
     ),
     ids=["zero1-clipped-one-cycle", "zero2-decay", "zero3-clipped-cosine", "zero0-one-cycle"],
 )

@@ -348,8 +348,7 @@ def check(run: Outcome, twin: Twin, reference: Launch) -> None:
             ("2@4:snapshot", "plain", ("--no-dispatch",)),
             ("0@3:data", "shuffled", ()),
             ("3@3:evaluation", "plain", ("--evaluate=3",)),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_keeps_the_place(
@@ -361,9 +360,7 @@ def test_a_kill_keeps_the_place(
 
 
 @proves(Kind.RETURN, Promise.PLANNED)
-@pytest.mark.parametrize(
-    ("kill", "back"), sampled([("1@1:backward", 3), ("0@2:forward", 6)], share=1)
-)
+@pytest.mark.parametrize(("kill", "back"), sampled([("1@1:backward", 3), ("0@2:forward", 6)]))
 def test_a_lost_worker_reads_up_to_the_others(
     run: Launch, twin: Twin, reference: Launch, kill: str, back: int
 ) -> None:
@@ -382,7 +379,7 @@ accelerate._TELL_PLACE_S = 0.0
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="8:backward")
-@pytest.mark.parametrize("kind", sampled(["stateful", "forgetful"], share=1))
+@pytest.mark.parametrize("kind", sampled(["stateful", "forgetful"]))
 def test_a_lost_worker_goes_to_the_others_by_the_state_of_the_stream(
     run: Launch, twin: Twin, reference: Launch, kind: str
 ) -> None:

@@ -98,9 +98,7 @@ def check_redone(saves: Path, reference: Path, step: int, scratch: Path) -> None
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
-@pytest.mark.parametrize(
-    ("stage", "seed"), sampled(list(itertools.product(STAGES, (1, 2))), share=1)
-)
+@pytest.mark.parametrize(("stage", "seed"), sampled(list(itertools.product(STAGES, (1, 2)))))
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
     planned: Saved, strike: Saved, tmp_path: Path, stage: int, seed: int
@@ -120,7 +118,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("stage", "step", "moment"),
-    sampled(list(itertools.product(STAGES, STRUCK, MOMENTS)), share=2),
+    sampled(list(itertools.product(STAGES, STRUCK, MOMENTS))),
 )
 def test_a_kill_in_a_save_without_a_return(
     planned: Saved, strike: Saved, tmp_path: Path, stage: int, step: int, moment: str
@@ -140,9 +138,7 @@ def test_a_kill_in_a_save_without_a_return(
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
-@pytest.mark.parametrize(
-    ("stage", "width"), sampled(list(itertools.product(STAGES, (3, 2, 4))), share=1)
-)
+@pytest.mark.parametrize(("stage", "width"), sampled(list(itertools.product(STAGES, (3, 2, 4)))))
 def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
     run: Launch, planned: Saved, strike: Saved, tmp_path: Path, stage: int, width: int
 ) -> None:

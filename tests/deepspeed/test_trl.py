@@ -36,8 +36,7 @@ def spec_of(*kills: str, stage: int, **changes: Any) -> EngineSpec:
             (2, "2@3:reduce", ("--packing",)),
             (3, "0@3:forward", ()),
             (3, "2@2:backward", ("--lora",)),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_is_absorbed_and_each_step_counts_once(
@@ -51,9 +50,7 @@ def test_a_kill_is_absorbed_and_each_step_counts_once(
 
 
 @proves(Kind.KILL, Promise.LOGGED)
-@pytest.mark.parametrize(
-    ("stage", "kill"), sampled([(2, "1@4:evaluation"), (3, "0@4:save")], share=1)
-)
+@pytest.mark.parametrize(("stage", "kill"), sampled([(2, "1@4:evaluation"), (3, "0@4:save")]))
 def test_an_evaluation_and_a_save_are_made_as_without_the_loss(
     run: Launch, reference: Launch, stage: int, kill: str
 ) -> None:
@@ -83,7 +80,7 @@ def preferring(*kills: str, stage: int, options: tuple[str, ...] = ()) -> Engine
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill"),
-    sampled([(1, "1@2:backward"), (2, "0@3:forward"), (3, "3@2:reduce")], share=1),
+    sampled([(1, "1@2:backward"), (2, "0@3:forward"), (3, "3@2:reduce")]),
 )
 def test_a_job_of_preferences_survives_a_kill(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
@@ -106,8 +103,7 @@ def test_a_job_of_preferences_survives_a_kill(
             (3, "2@2:forward", ()),
             # Loaded in ZeRO-3, which cuts the reference as well before it has an engine.
             (3, "0@3:reduce", ("--reload",)),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_reference_model_has_an_engine_beside_the_job(
@@ -122,9 +118,7 @@ def test_a_reference_model_has_an_engine_beside_the_job(
 
 
 @proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="1:backward")
-@pytest.mark.parametrize(
-    ("stage", "options"), sampled([(2, ()), (3, ()), (3, ("--reload",))], share=2)
-)
+@pytest.mark.parametrize(("stage", "options"), sampled([(2, ()), (3, ()), (3, ("--reload",))]))
 def test_a_lost_worker_has_its_reference_model_again(
     run: Launch, twin: Twin, reference: Launch, stage: int, options: tuple[str, ...]
 ) -> None:

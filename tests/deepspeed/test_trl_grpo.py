@@ -70,8 +70,7 @@ LORA, BETA = "--lora", "--beta=0.1"
             (3, "0@1:forward", (LORA, BETA)),
             (3, "2@0:forward", ()),
             (3, "0@2:optimizer", ("--loss=bnpo",)),
-        ],
-        share=3,
+        ]
     ),
 )
 def test_a_kill_equals_the_planned_departure(
@@ -99,7 +98,7 @@ def test_two_losses_equal_their_departures(
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill", "loss"),
-    sampled([(2, "1@1:backward", "dapo"), (3, "0@2:forward", "grpo")], share=1),
+    sampled([(2, "1@1:backward", "dapo"), (3, "0@2:forward", "grpo")]),
 )
 def test_prompts_are_weighed_as_without_the_loss(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, loss: str
@@ -117,9 +116,7 @@ def test_prompts_are_weighed_as_without_the_loss(
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize(
-    ("stage", "kill"), sampled([(2, "2@2:evaluation"), (3, "0@2:save")], share=1)
-)
+@pytest.mark.parametrize(("stage", "kill"), sampled([(2, "2@2:evaluation"), (3, "0@2:save")]))
 def test_an_evaluation_and_a_save_are_made_again(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
 ) -> None:
@@ -157,7 +154,7 @@ def test_a_lost_worker_comes_back(run: Launch, twin: Twin, reference: Launch) ->
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill", "options"),
-    sampled([(2, "3@2:backward", (BETA,)), (3, "1@1:forward", (LORA, BETA))], share=1),
+    sampled([(2, "3@2:backward", (BETA,)), (3, "1@1:forward", (LORA, BETA))]),
 )
 def test_a_job_that_leaves_one_out_survives_a_kill(
     run: Launch, twin: Twin, reference: Launch, stage: int, kill: str, options: tuple[str, ...]

@@ -61,7 +61,7 @@ def test_real_demo_survives_and_its_summary_follows_from_its_files(tmp_path: Pat
 @proves(Kind.SIGNAL, Promise.CLEAN)
 @pytest.mark.parametrize(
     ("number", "code"),
-    sampled([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], share=1),
+    sampled([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]),
 )
 def test_real_demo_ended_by_a_signal_leaves_no_process(
     number: signal.Signals, code: int, tmp_path: Path

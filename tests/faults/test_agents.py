@@ -69,7 +69,7 @@ BESIDE = [
 
 
 @proves(Kind.AGENT, Promise.EQUAL)
-@pytest.mark.parametrize(("job", "nodes", "phase"), sampled(ALONE, share=6))
+@pytest.mark.parametrize(("job", "nodes", "phase"), sampled(ALONE))
 def test_agents_that_die_in_a_step_change_nothing(
     run: Launch, reference: Reference, job: str, nodes: list[int], phase: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_agents_that_die_in_a_step_change_nothing(
 
 
 @proves(Kind.AGENT, Promise.EQUAL)
-@pytest.mark.parametrize(("job", "nodes", "phase"), sampled(BESIDE, share=8))
+@pytest.mark.parametrize(("job", "nodes", "phase"), sampled(BESIDE))
 def test_agents_that_die_beside_a_worker_cost_no_more_than_its_step(
     run: Launch, reference: Reference, job: str, nodes: list[int], phase: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_an_agent_that_is_stopped_is_followed_by_another(
 
 @proves(Kind.AGENT, Promise.EQUAL)
 @pytest.mark.parametrize(
-    ("job", "phase"), sampled(itertools.product(JOBS, ("data", "backward", "snapshot")), share=3)
+    ("job", "phase"), sampled(itertools.product(JOBS, ("data", "backward", "snapshot")))
 )
 def test_an_agent_dies_and_its_node_takes_a_worker_back(
     run: Launch, reference: Reference, job: str, phase: str

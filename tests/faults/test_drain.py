@@ -21,7 +21,7 @@ SPEC = replace(OF_FOUR_NODES, nodes=1)
 
 
 @proves(Kind.LEAVE, Promise.EQUAL)
-@pytest.mark.parametrize("slot", sampled([0, 2], share=1))
+@pytest.mark.parametrize("slot", sampled([0, 2]))
 def test_a_drained_worker_leaves_between_two_steps(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_drained_worker_leaves_between_two_steps(
 @proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("slots", "rest"),
-    sampled([((0, 3), [1, 2]), ((2, 0), [1, 3]), ((0, 1, 2), [2, 3])], share=1),
+    sampled([((0, 3), [1, 2]), ((2, 0), [1, 3]), ((0, 1, 2), [2, 3])]),
     ids=str,
 )
 def test_workers_of_a_pipeline_that_are_drained_within_a_step_leave_at_once(

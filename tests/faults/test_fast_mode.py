@@ -11,11 +11,11 @@ from tests.sample import sampled
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize("slot", sampled([0, 2], share=1))
+@pytest.mark.parametrize("slot", sampled([0, 2]))
 # Losses per token, in fast mode: micro-batches that are cut have them in `make test`.
 @pytest.mark.parametrize(
     "options",
-    sampled([((),), (("--calculate-per-token-loss",),)], share=1),
+    sampled([((),), (("--calculate-per-token-loss",),)]),
     ids=["mean", "token"],
 )
 def test_kill_in_fast_mode_equals_the_planned_departure(

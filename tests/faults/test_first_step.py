@@ -49,7 +49,7 @@ EQUAL = {
 
 
 @proves(Kind.NOTHING, Promise.EQUAL)
-@pytest.mark.parametrize("name", sampled([*EQUAL], share=5))
+@pytest.mark.parametrize("name", sampled([*EQUAL]))
 def test_a_step_that_is_run_twice_leaves_no_trace(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -94,7 +94,7 @@ DIFFERENT = {
 
 
 @proves(Kind.WRONG_SCRIPT, Promise.TOLD)
-@pytest.mark.parametrize("name", sampled([*DIFFERENT], share=3))
+@pytest.mark.parametrize("name", sampled([*DIFFERENT]))
 def test_what_differs_is_named_before_the_update(run: Launch, tmp_path: Path, name: str) -> None:
     changes, spec, words = DIFFERENT[name]
     stopped = run(replace(spec, script=own_scripts.write(tmp_path, *changes)))
@@ -168,7 +168,7 @@ def repeated(run: Outcome) -> list[tuple[int, bool]]:
 
 
 @proves(Kind.NOTHING, Promise.EQUAL)
-@pytest.mark.parametrize("spec", sampled([THREE, TP2_PP2_DP2], share=2))
+@pytest.mark.parametrize("spec", sampled([THREE, TP2_PP2_DP2]))
 def test_a_layer_that_is_run_twice_leaves_no_trace(
     run: Launch, reference: Reference, tmp_path: Path, spec: JobSpec
 ) -> None:
@@ -181,7 +181,7 @@ def test_a_layer_that_is_run_twice_leaves_no_trace(
 
 
 @proves(Kind.WRONG_SCRIPT, Promise.TOLD)
-@pytest.mark.parametrize("spec", sampled([THREE, TP2_PP2_DP2], share=2))
+@pytest.mark.parametrize("spec", sampled([THREE, TP2_PP2_DP2]))
 def test_a_layer_that_does_not_repeat_ends_the_job_and_names_the_switch(
     run: Launch, tmp_path: Path, spec: JobSpec
 ) -> None:

@@ -52,8 +52,7 @@ def skipped(run: Outcome) -> list[int]:
             (in_fp16(PP2_DP2), "1@4:backward"),
             # Sums over tokens are larger than means, and overflow at a lower scale.
             (in_fp16(TP2_PP2_DP2, f"--initial-loss-scale={2**15}"), "6@4:backward"),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_overflow_steps_before_and_after_a_loss(

@@ -82,7 +82,6 @@ def with_stand_in(
     sampled(
         [(kind, spec) for spec in (DP4, MOVED, BF16, TP2) for kind in PACKAGES],
         # Each kind needs a zygote of its own, which takes as long as two jobs.
-        share=1,
     ),
 )
 def test_kill_with_a_stand_in_changes_nothing(

@@ -89,7 +89,7 @@ def test_the_worker_beyond_the_launch_is_lost(grown: Grown, phase: str) -> None:
 
 
 @proves(Kind.JOIN_LOSS, Promise.EQUAL)
-@pytest.mark.parametrize("slot", sampled([0, 3], share=1))
+@pytest.mark.parametrize("slot", sampled([0, 3]))
 def test_a_worker_of_a_grown_job_is_lost(grown: Grown, slot: int) -> None:
     """4 -> 5 -> 4 without one of the launch, and nobody comes back."""
     spec = replace(GROWS, kills=(f"{slot}@7:backward",))

@@ -28,7 +28,7 @@ CASES = [
 
 
 @proves(Kind.HANG, Promise.EQUAL)
-@pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES, share=2))
+@pytest.mark.parametrize(("slot", "phase", "how"), sampled(CASES))
 def test_a_hang_of_any_worker_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str, how: str
 ) -> None:
@@ -47,7 +47,7 @@ ANYWHERE = [(0, 0, "forward"), (1, 1, "backward"), (2, 4, "evaluation"), (3, 2, 
 
 
 @proves(Kind.HANG, Promise.EQUAL)
-@pytest.mark.parametrize(("slot", "step", "phase"), sampled(ANYWHERE, share=2))
+@pytest.mark.parametrize(("slot", "step", "phase"), sampled(ANYWHERE))
 def test_a_stopped_worker_is_found_in_any_phase(
     run: Launch, reference: Reference, slot: int, step: int, phase: str
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_hang_in_the_first_steps_is_found(run: Launch, reference: Reference, h
 
 
 @proves(Kind.HANG, Promise.REQUEUE, victim="0", moment="0:snapshot")
-@pytest.mark.parametrize("how", sampled(["loop", "stop"], share=1))
+@pytest.mark.parametrize("how", sampled(["loop", "stop"]))
 def test_a_hang_before_the_first_seal_ends_the_job(run: Launch, how: str) -> None:
     """Nobody could take its place yet, and all others would wait for ever."""
     options = (f"--elaswave-hang-start-timeout-s={START_S:g}",)

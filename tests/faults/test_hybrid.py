@@ -31,7 +31,7 @@ from tests.sample import sampled
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("spec", sampled(single_losses(), share=6), ids=lambda spec: spec.kills[0])
+@pytest.mark.parametrize("spec", sampled(single_losses()), ids=lambda spec: spec.kills[0])
 def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec) -> None:
     survived = run(spec)
     check_equal(survived, reference(TP2_PP2_DP2))
@@ -49,8 +49,7 @@ def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec
             (("1@2:forward", "3@4:backward"),),
             (("4@3:backward", "7@3:optimizer"),),
             (("2@3:reduce", "5@3:forward"),),
-        ],
-        share=1,
+        ]
     ),
     ids=" ".join,
 )
@@ -79,7 +78,7 @@ def test_a_shard_and_its_only_copy_are_named(run: Launch) -> None:
 
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("options", [(), REROUTE], ids=["redeal", "reroute"])
-@pytest.mark.parametrize("kill", sampled(["0@3:backward", "3@2:forward"], share=1))
+@pytest.mark.parametrize("kill", sampled(["0@3:backward", "3@2:forward"]))
 def test_a_pipeline_with_mean_losses(
     run: Launch, reference: Reference, kill: str, options: tuple[str, ...]
 ) -> None:
@@ -94,7 +93,7 @@ def test_both_stages_lose_a_replica_one_after_the_other(run: Launch, reference: 
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("kill", sampled(["0@2:reduce", "5@3:backward"], share=1))
+@pytest.mark.parametrize("kill", sampled(["0@2:reduce", "5@3:backward"]))
 def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(PP4_DP2, kills=(kill,))
     check_equal(run(spec), reference(spec))
@@ -103,7 +102,7 @@ def test_a_deep_pipeline_in_bf16(run: Launch, reference: Reference, kill: str) -
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill",
-    sampled(["0@3:forward", "1@2:reduce", "2@3:backward", "3@3:optimizer"], share=2),
+    sampled(["0@3:forward", "1@2:reduce", "2@3:backward", "3@3:optimizer"]),
 )
 def test_interleaved_stages(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(PP2_VPP2_DP2, kills=(kill,))

@@ -18,7 +18,7 @@ from tests.sample import sampled
 
 BACK = JobSpec(steps=10, dump="last", respawn=10, awaits=((5, 1),))
 RECOVERY = ("agree", "edit", "move", "rebind", "verify")
-SOME_OF_EIGHT = sampled([(s, RECOVERY[s % 5]) for s in (0, 2, 5, 7)], share=1)
+SOME_OF_EIGHT = sampled([(s, RECOVERY[s % 5]) for s in (0, 2, 5, 7)])
 
 
 def drawn_pairs(count: int) -> list[tuple[tuple[tuple[int, str], ...]]]:
@@ -65,7 +65,7 @@ def last_ranks(run: Outcome) -> list[int]:
 
 
 @proves(Kind.RETURN, Promise.EQUAL)
-@pytest.mark.parametrize("slot", sampled(range(4), share=1))
+@pytest.mark.parametrize("slot", sampled(range(4)))
 def test_a_lost_worker_comes_back(run: Launch, reference: Reference, slot: int) -> None:
     spec = replace(BACK, kills=(f"{slot}@3:backward",))
     survived = run(spec)
@@ -155,7 +155,7 @@ Worker.ask_to_enter = ask_in_turn
 
 
 @proves(Kind.RETURN, Promise.EQUAL)
-@pytest.mark.parametrize("victims", sampled(drawn_pairs(3), share=1), ids=str)
+@pytest.mark.parametrize("victims", sampled(drawn_pairs(3)), ids=str)
 def test_two_lost_workers_come_back_one_after_the_other(
     run: Launch, reference: Reference, victims: tuple[tuple[int, str], ...]
 ) -> None:
@@ -232,7 +232,7 @@ DEATHS = [
 
 
 @proves(Kind.NEWCOMER, Promise.EQUAL, victim="2")
-@pytest.mark.parametrize(("where", "asked"), sampled(DEATHS, share=2))
+@pytest.mark.parametrize(("where", "asked"), sampled(DEATHS))
 def test_a_newcomer_dies_in_a_phase_of_its_join(
     run: Launch, reference: Reference, where: str, asked: bool
 ) -> None:
@@ -269,7 +269,7 @@ def test_a_newcomer_dies_in_its_first_step(run: Launch, reference: Reference, ph
 
 
 @proves(Kind.RETURN_LOSS, Promise.EQUAL, moment="3:backward")
-@pytest.mark.parametrize("slot", sampled([0, 1], share=1))
+@pytest.mark.parametrize("slot", sampled([0, 1]))
 def test_a_survivor_dies_while_it_lets_somebody_in(
     run: Launch, reference: Reference, slot: int
 ) -> None:

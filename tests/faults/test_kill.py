@@ -23,7 +23,7 @@ OPTIONS = (
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize(("slot", "phase"), sampled(PAIRS, share=14))
+@pytest.mark.parametrize(("slot", "phase"), sampled(PAIRS))
 def test_kill_in_a_phase_of_a_step_changes_nothing(
     run: Launch, reference: Reference, slot: int, phase: str
 ) -> None:
@@ -41,7 +41,7 @@ def test_kill_in_a_phase_of_a_step_changes_nothing(
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
 @pytest.mark.parametrize(
     "options",
-    sampled([(one,) for one in OPTIONS], share=4),
+    sampled([(one,) for one in OPTIONS]),
     ids=lambda options: " ".join(options) or "mean",
 )
 def test_kill_under_a_training_option_changes_nothing(
@@ -77,7 +77,7 @@ reduction.SLICE_ELEMENTS = 999
 
 @proves(Kind.KILLS, Promise.EQUAL, victim="0 2", moment="1:backward 3:reduce")
 @pytest.mark.parametrize(
-    "options", sampled([(one,) for one in (OPTIONS[0], OPTIONS[2], OPTIONS[4])], share=1)
+    "options", sampled([(one,) for one in (OPTIONS[0], OPTIONS[2], OPTIONS[4])])
 )
 def test_sums_in_small_parts_have_the_same_bits(
     run: Launch, reference: Reference, options: tuple[str, ...]
@@ -112,7 +112,7 @@ def test_exception_in_one_worker_is_the_loss_of_that_worker(
 @proves(Kind.IN_RECOVERY, Promise.EQUAL, victim="2")
 @pytest.mark.parametrize(
     "phase",
-    sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"], share=3),
+    sampled(["detect", "agree", "edit", "move", "rebind", "verify", "replay"]),
 )
 def test_second_kill_during_a_recovery_changes_nothing(
     run: Launch, reference: Reference, phase: str

@@ -100,7 +100,7 @@ def test_layers_stay_for_a_worker_that_will_come_back(run: Launch, reference: Re
 
 
 @proves(Kind.IN_RECOVERY, Promise.EQUAL, victim="0")
-@pytest.mark.parametrize("phase", sampled(["move", "rebind", "verify", "replay"], share=2))
+@pytest.mark.parametrize("phase", sampled(["move", "rebind", "verify", "replay"]))
 def test_a_death_while_layers_move(run: Launch, reference: Reference, phase: str) -> None:
     survived = run(replace(PP2, kills=("0@3:backward", f"2@3:{phase}")))
     check_equal(survived, reference(PP2))

@@ -79,7 +79,7 @@ def test_live_objects_after_a_loss_equal_fresh_ones(run: Launch, tmp_path: Path)
 
 
 @proves(Kind.KILLS, Promise.FRESH, victim="0 2", moment="1:backward 3:backward")
-@pytest.mark.parametrize("experts", sampled([((),), (EXPERTS,)], share=1), ids=["dense", "experts"])
+@pytest.mark.parametrize("experts", sampled([((),), (EXPERTS,)]), ids=["dense", "experts"])
 def test_live_objects_at_another_tp_position_equal_fresh_ones(
     run: Launch, tmp_path: Path, experts: tuple[str, ...]
 ) -> None:

@@ -62,7 +62,7 @@ def disturbed(
 
 
 @proves(Kind.LINK, Promise.NOBODY_LOST)
-@pytest.mark.parametrize(("loss", "delay_s"), sampled([(0.05, 0.0), (0.0, 0.2)], share=1))
+@pytest.mark.parametrize(("loss", "delay_s"), sampled([(0.05, 0.0), (0.0, 0.2)]))
 @pytest.mark.timeout(400)
 def test_nobody_is_given_up(
     network: LossyNetwork,

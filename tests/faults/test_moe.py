@@ -30,7 +30,7 @@ def with_experts(spec: JobSpec, *options: str) -> JobSpec:
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "kill",
-    sampled(["0@3:forward", "1@3:backward", "2@2:reduce", "3@4:optimizer"], share=1),
+    sampled(["0@3:forward", "1@3:backward", "2@2:reduce", "3@4:optimizer"]),
 )
 def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(with_experts(JobSpec()), kills=(kill,))
@@ -39,7 +39,7 @@ def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Reference, kil
 
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
-    "kill", sampled(["6@3:backward", "0@2:forward", "3@3:reduce", "5@3:optimizer"], share=1)
+    "kill", sampled(["6@3:backward", "0@2:forward", "3@3:reduce", "5@3:optimizer"])
 )
 def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, kill: str) -> None:
     spec = replace(with_experts(TP2_PP2_DP2), kills=(kill,))
@@ -171,7 +171,7 @@ def test_a_job_of_experts_grows(grown: Grown) -> None:
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
-@pytest.mark.parametrize("base", sampled([JobSpec(), PP2_FOUR_LAYERS], share=1))
+@pytest.mark.parametrize("base", sampled([JobSpec(), PP2_FOUR_LAYERS]))
 def test_a_worker_comes_back(run: Launch, reference: Reference, base: JobSpec) -> None:
     spec = replace(
         with_experts(base), steps=10, respawn=1, kills=("1@2:backward",), awaits=((5, 1),)

@@ -21,7 +21,7 @@ CASES = [
 
 
 @proves(Kind.HANG, Promise.EQUAL)
-@pytest.mark.parametrize(("spec", "hang"), sampled(CASES, share=2))
+@pytest.mark.parametrize(("spec", "hang"), sampled(CASES))
 def test_a_hang_behind_native_collectives_is_found(
     run: Launch, reference: Reference, spec: JobSpec, hang: str
 ) -> None:

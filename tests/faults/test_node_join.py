@@ -89,7 +89,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(
 
 
 @proves(Kind.NODE_RETURN, Promise.EQUAL)
-@pytest.mark.parametrize("slot", sampled([0, 2], share=1))
+@pytest.mark.parametrize("slot", sampled([0, 2]))
 def test_a_lost_node_comes_back(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
 ) -> None:

@@ -36,7 +36,7 @@ GuardedSteps.begin = wait
 @proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize(
     ("slots", "number"),
-    sampled([((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)], share=2),
+    sampled([((2,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((1, 3), signal.SIGTERM)]),
     ids=str,
 )
 def test_a_node_that_is_told_to_go_leaves_between_two_steps(

@@ -60,7 +60,7 @@ def told(output: str) -> set[str]:
 
 
 @proves(Kind.KILL, Promise.NAMED, victim="1", moment="1:backward")
-@pytest.mark.parametrize("name", sampled(LINES, share=2))
+@pytest.mark.parametrize("name", sampled(LINES))
 def test_a_line_whose_number_shows_the_loss_is_named(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:

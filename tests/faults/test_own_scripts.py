@@ -39,7 +39,7 @@ SCRIPTS = {
 
 
 @proves(Kind.RETURN, Promise.EQUAL)
-@pytest.mark.parametrize("name", sampled(SCRIPTS, share=6))
+@pytest.mark.parametrize("name", sampled(SCRIPTS))
 def test_a_script_of_ones_own_is_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_step_without_an_update_is_redone_by_all_alike(
 @pytest.mark.parametrize(
     # A scale with which steps are applied: else nobody comes to a kill in the optimizer.
     "precision",
-    sampled([(("--bf16",),), (("--fp16", "--initial-loss-scale=4096"),)], share=1),
+    sampled([(("--bf16",),), (("--fp16", "--initial-loss-scale=4096"),)]),
 )
 def test_weights_of_16_bits_that_the_body_changes(
     run: Launch, reference: Reference, tmp_path: Path, precision: tuple[str, ...]
@@ -111,9 +111,7 @@ DATA_PARALLEL = replace(LOSES, kills=("1@2:backward",), respawn=10, awaits=((5, 
 
 
 @proves(Kind.RETURN, Promise.SENT_AWAY)
-@pytest.mark.parametrize(
-    "spec", sampled([DATA_PARALLEL, HYBRID], share=1), ids=lambda spec: f"{spec.nproc}"
-)
+@pytest.mark.parametrize("spec", sampled([DATA_PARALLEL, HYBRID]), ids=lambda spec: f"{spec.nproc}")
 def test_who_comes_back_and_does_something_else_is_sent_away(
     run: Launch, reference: Reference, tmp_path: Path, spec: JobSpec
 ) -> None:
@@ -232,7 +230,7 @@ def test_frozen_weights_move_with_their_layers(
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize("kill", ["1@3:body", "1@3:optimizer"])
 @pytest.mark.parametrize("layout", ["dp3", "pp2-dp2"])
-@pytest.mark.parametrize("number", sampled([1, 2], share=1))
+@pytest.mark.parametrize("number", sampled([1, 2]))
 def test_a_layer_that_is_frozen_later_stays_frozen(
     run: Launch, reference: Reference, tmp_path: Path, layout: str, kill: str, number: int
 ) -> None:
@@ -351,7 +349,7 @@ WITH_BUFFERS = {
 
 
 @proves(Kind.RETURN, Promise.EQUAL)
-@pytest.mark.parametrize("name", sampled(WITH_BUFFERS, share=2))
+@pytest.mark.parametrize("name", sampled(WITH_BUFFERS))
 def test_buffers_that_passes_change_stay_with_their_replica(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -403,7 +401,7 @@ LOSSES_OF_GROUPS = {
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("name", sampled(LOSSES_OF_GROUPS, share=1))
+@pytest.mark.parametrize("name", sampled(LOSSES_OF_GROUPS))
 def test_a_worker_without_a_place_is_neither_first_nor_last(
     run: Launch, reference: Reference, tmp_path: Path, name: str
 ) -> None:
@@ -445,7 +443,7 @@ def test_a_step_of_several_calls_reads_on_and_is_redone_from_its_first(
 
 @proves(Kind.RESUME, Promise.EQUAL, victim="1 0", moment="4:backward 6:optimizer")
 @pytest.mark.parametrize("place", own_scripts.PLACES)
-@pytest.mark.parametrize("precision", sampled(["", "--bf16"], share=1))
+@pytest.mark.parametrize("precision", sampled(["", "--bf16"]))
 def test_a_run_that_is_resumed_is_the_one_that_went_on(
     run: Launch, reference: Reference, tmp_path: Path, place: str, precision: str
 ) -> None:
@@ -510,8 +508,7 @@ def test_a_run_that_is_resumed_by_fewer_reads_the_samples_that_were_left(
             ("start_step=4, consumed_samples=25", "consumed_samples=25, wanted a multiple of the"),
             ("start_step=-1", "start_step=-1"),
             ("start_step=4, consumed_samples=-6", "consumed_samples=-6"),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_start_that_no_run_has_is_refused(

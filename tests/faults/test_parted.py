@@ -25,7 +25,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @proves(Kind.LINK, Promise.EQUAL)
-@pytest.mark.parametrize("case", sampled(cases(), share=14), ids=str)
+@pytest.mark.parametrize("case", sampled(cases(), most=14), ids=str)
 @pytest.mark.timeout(200)
 def test_a_pair_parted_silently_loses_one_of_the_two(
     nodes: Nodes, data: Path, tmp_path: Path, run: Launch, made: dict[JobSpec, Outcome], case: Case

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from tests.proofs import Kind, Promise, Proof
+from tests.sample import PARTS
 from tests.tidy.collected import ROOT, declared
 from tests.tidy.documents import PROOFS, block_of
 from tests.tidy.proofs import declared_table
@@ -61,13 +62,14 @@ def test_nothing_that_was_proven_is_lost() -> None:
     assert lost(before, now - Counter({some: now[some]})) == {some: before[some], **GONE}
 
 
-def test_each_fault_with_each_promise_is_in_every_sample() -> None:
-    """Of tests that are slow by themselves, none is drawn; `tests/sample.py` draws each pair."""
-    found = [(case.proof, case.is_slow) for case in declared() if case.proof is not None]
+def test_each_fault_with_each_promise_is_in_every_part() -> None:
+    """Of tests that are slow by themselves, none is; `tests/sample.py` deals out the others."""
+    found = [(case.proof, case.parts) for case in declared() if case.proof is not None]
     pairs = {(proof.kind, proof.promise) for proof, _ in found}
-    quick = {(proof.kind, proof.promise) for proof, is_slow in found if not is_slow}
     assert len(pairs) > 100
-    assert pairs - quick == OF_TIME
+    for part in range(PARTS):
+        here = {(proof.kind, proof.promise) for proof, parts in found if part in parts}
+        assert pairs - here == OF_TIME
 
 
 def test_the_page_has_the_declarations() -> None:

@@ -47,8 +47,7 @@ def counts(output: str) -> set[tuple[int, int]]:
             BF16,
             JobSpec(kills=("1@2:forward",)),
             JobSpec(nproc=4, options=PP2_DP2.options, kills=("3@2:backward",)),
-        ],
-        share=1,
+        ]
     ),
     ids=["bf16", "fp32", "pp2"],
 )

@@ -50,7 +50,7 @@ def cut_pieces(run: Outcome) -> set[tuple[int, int]]:
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("slot", "phase"),
-    sampled([(1, "backward"), (4, "forward"), (0, "optimizer"), (5, "reduce")], share=1),
+    sampled([(1, "backward"), (4, "forward"), (0, "optimizer"), (5, "reduce")]),
 )
 def test_a_micro_batch_is_cut_between_two_workers(
     run: Launch, reference: Reference, slot: int, phase: str

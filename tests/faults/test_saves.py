@@ -65,9 +65,7 @@ def undisturbed(
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
-@pytest.mark.parametrize(
-    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=2)
-)
+@pytest.mark.parametrize(("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2)))))
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
     zygote: Zygote,
@@ -94,7 +92,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), share=2),
+    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS))),
 )
 def test_a_kill_in_a_save_without_a_return(
     zygote: Zygote,

@@ -43,7 +43,7 @@ CASES: list[tuple[JobSpec, tuple[str, ...], list[int]]] = [
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize(("base", "kills", "restored"), sampled(CASES, share=3))
+@pytest.mark.parametrize(("base", "kills", "restored"), sampled(CASES))
 def test_a_loss_takes_back_what_no_seal_has(
     run: Launch,
     reference: Reference,

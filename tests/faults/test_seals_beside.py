@@ -44,8 +44,7 @@ StateKeeper.finish_seal = lambda self: None
             (JobSpec(nodes=2), "3@3:forward"),
             (PP2_DP2, "1@2:backward"),
             (PP2_DP2, "0@3:gather"),
-        ],
-        share=2,
+        ]
     ),
 )
 def test_a_kill_beside_a_seal_changes_nothing(

@@ -33,7 +33,7 @@ LOSSES = {
 
 @proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("name", sampled(SETS, share=1))
+@pytest.mark.parametrize("name", sampled(SETS))
 def test_what_a_step_sets_once_stays_set(
     run: Launch, reference: Reference, tmp_path: Path, name: str, loss: str
 ) -> None:

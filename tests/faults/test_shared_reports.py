@@ -46,8 +46,8 @@ FORMS = {
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, share=1))
-@pytest.mark.parametrize("form", sampled(FORMS, share=2))
+@pytest.mark.parametrize("layout", sampled(LAYOUTS))
+@pytest.mark.parametrize("form", sampled(FORMS))
 def test_a_report_keeps_its_value(
     run: Launch, reference: Reference, tmp_path: Path, form: str, layout: str
 ) -> None:

@@ -127,7 +127,7 @@ def test_a_flipped_bit_without_a_copy_falls_back_to_the_older_step(
 @proves(Kind.DAMAGE, Promise.OLDER, moment="6:optimizer")
 @pytest.mark.parametrize(
     ("base", "returns", "victim"),
-    sampled([(JobSpec(), 2, 0), (PP2_DP2, 2, 0), (PP2_DP2, 0, 1), (PP2_VPP2_DP2, 2, 0)], share=2),
+    sampled([(JobSpec(), 2, 0), (PP2_DP2, 2, 0), (PP2_DP2, 0, 1), (PP2_VPP2_DP2, 2, 0)]),
 )
 def test_who_came_in_a_step_redoes_the_one_before_as_well(
     run: Launch, reference: Reference, base: JobSpec, returns: int, victim: int

@@ -53,8 +53,7 @@ def check_split(run: Outcome) -> None:
             (PP4_DP2, "5@2:reduce"),
             (PP2_VPP2_DP2, "2@3:backward"),
             (in_fp16(PP2_DP2), "0@4:backward"),
-        ],
-        share=1,
+        ]
     ),
 )
 def test_a_split_backward_changes_no_bit(

@@ -27,9 +27,7 @@ SUSPENDED_S = 5.0
 
 
 @proves(Kind.SUSPEND, Promise.EQUAL)
-@pytest.mark.parametrize(
-    "everything", sampled([(False,), (True,)], share=1), ids=["trainers", "all"]
-)
+@pytest.mark.parametrize("everything", sampled([(False,), (True,)]), ids=["trainers", "all"])
 def test_a_suspended_job_goes_on_with_everyone(
     zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, everything: bool
 ) -> None:

@@ -87,7 +87,7 @@ SPECS = [
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("spec", sampled(SPECS, share=2))
+@pytest.mark.parametrize("spec", sampled(SPECS))
 def test_a_loss_with_stand_ins_for_the_layers_changes_nothing(
     with_te: Launch, undisturbed: Launch, spec: JobSpec
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_loss_with_stand_ins_for_the_layers_changes_nothing(
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("spec", sampled(SPECS[:3], share=1))
+@pytest.mark.parametrize("spec", sampled(SPECS[:3]))
 def test_a_loss_with_fused_weight_gradients_changes_nothing(
     with_te: Launch, reference: Reference, spec: JobSpec
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_loss_with_fused_weight_gradients_changes_nothing(
 
 @proves(Kind.NOTHING, Promise.EQUAL)
 @pytest.mark.parametrize("layers", [USES, FUSES], ids=["stand-ins", "fused"])
-@pytest.mark.parametrize("spec", sampled([JobSpec(), TP2_PP2_DP2], share=2))
+@pytest.mark.parametrize("spec", sampled([JobSpec(), TP2_PP2_DP2]))
 def test_a_layer_that_is_run_twice_leaves_no_trace(
     with_te: Launch, spec: JobSpec, layers: str
 ) -> None:

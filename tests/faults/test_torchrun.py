@@ -50,9 +50,7 @@ def test_torchrun_with_python_exec_survives_a_kill(
 
 
 @proves(Kind.NOTHING, Promise.SAME)
-@pytest.mark.parametrize(
-    ("nproc", "per_token"), sampled([(4, False), (4, True), (2, True)], share=1)
-)
+@pytest.mark.parametrize(("nproc", "per_token"), sampled([(4, False), (4, True), (2, True)]))
 def test_without_a_kill_the_losses_are_those_of_the_script_without_the_plugin(
     data: Path, tmp_path: Path, reference: Reference, nproc: int, per_token: bool
 ) -> None:

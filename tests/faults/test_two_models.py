@@ -42,7 +42,7 @@ CASES = [(name, kills) for name in JOBS for kills in KILLS]
 
 
 @proves(Kind.KILLS, Promise.EQUAL)
-@pytest.mark.parametrize(("name", "kills"), sampled(CASES, share=4))
+@pytest.mark.parametrize(("name", "kills"), sampled(CASES))
 def test_two_models_of_one_step_are_equal(
     run: Launch, reference: Reference, tmp_path: Path, name: str, kills: str
 ) -> None:
@@ -85,7 +85,7 @@ LATE = [(0, "optimizer", 2), (1, "backward", 3), (2, "gather", 2), (1, "optimize
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize(("slot", "phase", "times"), sampled(LATE, share=2))
+@pytest.mark.parametrize(("slot", "phase", "times"), sampled(LATE))
 def test_one_model_is_updated_and_the_other_is_not(
     run: Launch, reference: Reference, tmp_path: Path, slot: int, phase: str, times: int
 ) -> None:

@@ -50,7 +50,7 @@ def let_in(job: Job, slot: int, rest: list[int], epoch: int) -> list[object]:
 
 
 @proves(Kind.NODE_RETURN, Promise.GOES_ON)
-@pytest.mark.parametrize("victim", sampled([0, 2], share=1))
+@pytest.mark.parametrize("victim", sampled([0, 2]))
 def test_a_lost_node_comes_back(tmp_path: Path, victim: int) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         rest = [slot for slot in range(3) if slot != victim]
@@ -153,7 +153,7 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
 
 
 @proves(Kind.NEWCOMER, Promise.GOES_ON)
-@pytest.mark.parametrize("what", sampled(["trainer", "guardian"], share=1))
+@pytest.mark.parametrize("what", sampled(["trainer", "guardian"]))
 def test_a_newcomer_dies_before_it_enters(tmp_path: Path, what: str) -> None:
     with Job(tmp_path, 3).start(nodes=3) as job:
         lose(job, 2, [0, 1])

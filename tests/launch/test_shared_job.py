@@ -48,7 +48,7 @@ def runs(job: Job, *, life: int) -> None:
 
 
 @proves(Kind.NODE_RETURN, Promise.GOES_ON)
-@pytest.mark.parametrize("victim", sampled([0, 2], share=1))
+@pytest.mark.parametrize("victim", sampled([0, 2]))
 def test_the_same_line_starts_the_job_joins_it_and_tells_its_end(
     tmp_path: Path, victim: int
 ) -> None:

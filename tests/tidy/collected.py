@@ -1,7 +1,7 @@
 """Prints the declarations of all fault tests, as JSON: python -m tests.tidy.collected
 
-One row a case: the file and name of the test, its declaration, whether it starts a job, and whether
-`make matrix` alone runs it. Nothing is run.
+One row a case: the file and name of the test, its declaration, whether it starts a job, and the
+parts of the tests that have it, none if `make matrix` alone does. Nothing is run.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.proofs import Proof, proof_of
+from tests.sample import PARTS
 from tests.tiers import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ class Case:
     test: str
     proof: Proof | None
     has_job: bool
-    is_slow: bool
+    parts: tuple[int, ...]
 
 
 class Declarations:
@@ -51,9 +52,16 @@ class Declarations:
                     test=item.nodeid.partition("::")[2].partition("[")[0],
                     proof=proof_of(item),
                     has_job=ZYGOTE in getattr(item, "fixturenames", ()),
-                    is_slow=item.get_closest_marker("slow") is not None,
+                    parts=parts_of(item),
                 )
             )
+
+
+def parts_of(item: pytest.Item) -> tuple[int, ...]:
+    """Return the parts that have a case: all, where it is neither dealt out nor slow by itself."""
+    if (dealt := item.get_closest_marker("dealt")) is not None:
+        return dealt.args
+    return () if item.get_closest_marker("slow") else tuple(range(PARTS))
 
 
 @cache
@@ -68,7 +76,8 @@ def declared() -> tuple[Case, ...]:
 
 def _case(row: dict[str, Any]) -> Case:
     proof = row.pop("proof")
-    return Case(**row, proof=Proof(**proof) if proof else None)
+    parts = tuple(row.pop("parts"))
+    return Case(**row, proof=Proof(**proof) if proof else None, parts=parts)
 
 
 def main() -> int:

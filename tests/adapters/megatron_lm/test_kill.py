@@ -101,7 +101,7 @@ def test_settings_of_the_script(run: Launch, reference: Launch, more: tuple[str,
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="5", moment="2:backward")
-@pytest.mark.parametrize("base", sampled([ScriptSpec(), TP2_PP2_DP2], share=1), ids=["dp", "tp_pp"])
+@pytest.mark.parametrize("base", sampled([ScriptSpec(), TP2_PP2_DP2]), ids=["dp", "tp_pp"])
 def test_fp16_with_steps_that_overflow(run: Launch, reference: Launch, base: ScriptSpec) -> None:
     """The first steps are skipped, one of them by free workers too, which are the last rank."""
     scale = ("--fp16", "--initial-loss-scale", str(2**32), "--loss-scale-window", "2")

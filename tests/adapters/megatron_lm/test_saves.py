@@ -57,9 +57,7 @@ def undisturbed(
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
-@pytest.mark.parametrize(
-    ("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2))), share=1)
-)
+@pytest.mark.parametrize(("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2)))))
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
     zygote: Zygote,
@@ -87,7 +85,7 @@ def test_a_kill_in_each_of_eight_saves_with_a_return(
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS)), share=1),
+    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS))),
 )
 def test_a_kill_in_a_save_without_a_return(
     zygote: Zygote,
@@ -137,9 +135,7 @@ def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
-@pytest.mark.parametrize(
-    ("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8))), share=1)
-)
+@pytest.mark.parametrize(("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8)))))
 def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
     run: Launch,
     undisturbed: dict[str, Saved],

@@ -31,7 +31,7 @@ FORMS = {
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("layout", sampled(SPECS, share=1))
+@pytest.mark.parametrize("layout", sampled(SPECS))
 @pytest.mark.parametrize("form", FORMS)
 def test_a_report_keeps_its_value(
     run: Launch, reference: Launch, script: Path, form: str, layout: str
