@@ -1,4 +1,4 @@
-# demo, check, test, faults, matrix, chaos, slurm, gpu, lint, docs: each makes .venv first when it is missing or stale.
+# demo, check, test, faults, durations, matrix, chaos, slurm, gpu, lint, docs: each makes .venv first when it is missing or stale.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where torch comes from, if not from pip's own index (an index with CPU builds, say).
@@ -15,7 +15,7 @@ EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
 DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo check test faults matrix chaos slurm gpu gpu-bundle lint docs clean
+.PHONY: demo check test faults durations matrix chaos slurm gpu gpu-bundle lint docs clean
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -29,6 +29,10 @@ test: $(STAMP)
 
 faults: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -m "fault and not slow" $(ARGS)
+
+# `make faults`; if all passes, tests/durations.json gets the time of each file, and the next part.
+durations:
+	$(MAKE) faults ARGS="-rs --durations=20 --record-durations $(ARGS)"
 
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests import sample
+from tests.durations import RECORD, Durations
 from tests.tiers import REPRESENTATIVES, is_long, unknown_representatives, waits_for_faults
 
 FIRST = ("tidy", "core", "config")
@@ -37,9 +38,16 @@ TIMER = pytest.StashKey[threading.Timer]()
 STDERR = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make durations`."""
+    said = "write tests/durations.json when all tests have passed"
+    parser.addoption(RECORD, action="store_true", help=said)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the real stderr: during a test descriptor 2 belongs to pytest's capture."""
     config.stash[STDERR] = os.dup(2)
+    config.pluginmanager.register(Durations(config))
     # How long an example takes says how busy the machine is, nothing about the product. The same
     # examples in every run: what fails can be run again. `make matrix` draws others.
     for name, is_repeatable in (("repeatable", True), ("exploring", False)):
