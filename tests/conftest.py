@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is no test, and for a part that there is not.
     """
     for item in items:
-        if waits_for_faults(item.nodeid):
+        if waits_for_faults(item.nodeid, getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.fault)
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.long)

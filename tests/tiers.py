@@ -1,9 +1,9 @@
 """The tiers of the tests: `make check`, `make test`, `make faults`, and `make matrix` for the rest.
 
-Tests in what FAULTS names are marked `fault`, but for the representatives. `make check` runs the
-folders of CHECK but for LONG, `make test` what is not marked, `make faults` what is. Of large
-families and files one of eight parts is run (`tests/sample.py`); tests marked `slow` wait for
-`make matrix`.
+Tests of the files of FAULTS are marked `fault`, and of its folders those with a fixture of STARTS,
+but for the representatives. `make check` runs the folders of CHECK but for LONG, `make test` what
+is not marked, `make faults` what is. Of large families and files one of eight parts is run
+(`tests/sample.py`); tests marked `slow` wait for `make matrix`.
 """
 
 from collections.abc import Collection
@@ -35,6 +35,15 @@ FAULTS = (
     "tests/rehearsal",
     "tests/schedulers",
     "tests/adapters/megatron_lm",
+    # Tests that start interpreters by themselves.
+    "tests/adapters/megatron_lm/test_inert.py",
+    "tests/deepspeed/test_attach.py",
+    "tests/deepspeed/test_detached.py",
+    "tests/deepspeed/test_inert.py",
+    "tests/deepspeed/test_read_ahead.py",
+    "tests/faults/test_bad_input.py",
+    "tests/rehearsal/test_bad_input.py",
+    "tests/rehearsal/test_files.py",
     # Runs of the kit, each with processes of its own.
     "tests/gpu/test_kit.py",
     # Whole jobs whose workers, agents and launchers are killed.
@@ -59,6 +68,8 @@ FAULTS = (
     "tests/demo/test_real_demo.py",
     "tests/demo/test_real_hybrid.py",
 )
+# Fixtures that start processes; those that use them do too.
+STARTS = ("zygote", "nodes", "slurm", "with_te")
 # One fault of each adapter and mode.
 REPRESENTATIVES = (
     # Megatron-Core: a killed worker in exact and in fast mode, a hang, a return, a torn save.
@@ -88,10 +99,14 @@ def is_long(nodeid: str) -> bool:
     return nodeid.partition("::")[0] in LONG
 
 
-def waits_for_faults(nodeid: str) -> bool:
-    """Tell whether a test is left to `make faults`."""
-    file = PurePath(nodeid.partition("::")[0])
-    return nodeid not in REPRESENTATIVES and any(map(file.is_relative_to, FAULTS))
+def waits_for_faults(nodeid: str, fixtures: Collection[str]) -> bool:
+    """Tell whether a test that uses these fixtures is left to `make faults`."""
+    file = nodeid.partition("::")[0]
+    if nodeid in REPRESENTATIVES:
+        return False
+    if file in FAULTS:
+        return True
+    return any(map(PurePath(file).is_relative_to, FAULTS)) and not {*STARTS}.isdisjoint(fixtures)
 
 
 def unknown_representatives(nodeids: Collection[str]) -> list[str]:

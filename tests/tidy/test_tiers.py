@@ -41,17 +41,22 @@ def test_what_is_left_to_the_faults_is_what_they_run() -> None:
     tiers = ["not slow and not fault", "fault and not slow", "fault or slow"]
     assert others == [*tiers, "slow or not slow"]
     assert all((ROOT / one).exists() for one in (*FAULTS, *LONG))
-    assert not any(map(waits_for_faults, LONG)) and is_long(f"{LONG[0]}::test_a[0]")
-    assert waits_for_faults("tests/faults/test_kill.py::test_a[0]")
-    assert waits_for_faults("tests/adapters/megatron_lm/test_kill.py::test_a")
-    assert waits_for_faults("tests/trainer/test_zygote.py::test_a")
-    assert not waits_for_faults("tests/trainer/test_zygote_of_others.py::test_a")
-    assert not any(map(waits_for_faults, REPRESENTATIVES))
-    assert not waits_for_faults("tests/adapters/test_adam.py::test_a")
-    assert not waits_for_faults("tests/faults_of_others/test_a.py::test_a")
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     seen = 'ARGS="-rs --durations=20"'
     assert lines[-2:] == [f"make test {seen}", f"make faults {seen}"]
+
+
+def test_what_starts_processes_waits_for_the_faults() -> None:
+    starts, nothing = ("tmp_path", "zygote"), ("tmp_path",)
+    assert not any(waits_for_faults(one, starts) for one in (*LONG, *REPRESENTATIVES))
+    assert is_long(f"{LONG[0]}::test_a[0]")
+    for file in ("faults/test_kill.py", "adapters/megatron_lm/test_kill.py"):
+        assert waits_for_faults(f"tests/{file}::test_a[0]", starts)
+        assert not waits_for_faults(f"tests/{file}::test_a[0]", nothing)
+    # Files that are named start processes without fixtures.
+    assert waits_for_faults("tests/trainer/test_zygote.py::test_a", nothing)
+    for other in ("trainer/test_zygote_of_others", "adapters/test_adam", "faults_of_others/test_a"):
+        assert not waits_for_faults(f"tests/{other}.py::test_a", starts)
 
 
 def test_representatives_exist_and_are_faults() -> None:
