@@ -30,9 +30,10 @@ test: $(STAMP)
 faults: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -m "fault and not slow" $(ARGS)
 
-# `make faults`; if all passes, tests/durations.json gets the time of each file, and the next part.
-durations:
-	$(MAKE) faults ARGS="-rs --durations=20 --record-durations $(ARGS)"
+# `make faults` of the next part; if all passes, tests/durations.json gets it and the time of each file.
+durations: $(STAMP)
+	part=$$($(VENV)/bin/python -m tests.sample) && \
+	ELASWAVE_SAMPLE=$$part $(MAKE) faults ARGS="-rs --durations=20 --record-durations $(ARGS)"
 
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring

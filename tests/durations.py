@@ -1,7 +1,7 @@
 """Counts the seconds of each file of tests, prints them, and writes them for `make durations`.
 
-`tests/durations.json`: the part of the tests that runs, the seconds that each file took in the part
-before it, and the budget of each room. Budgets are set by hand, but for the first ones.
+`tests/durations.json`: the part of the tests that runs, the seconds that each file took in it, and
+the budget of each room. Budgets are set by hand, but for the first ones.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.circumstances import circumstances
-from tests.sample import DURATIONS, PARTS, chosen_part
+from tests.sample import DURATIONS, chosen_part
 
 # What `make faults` may take on two idle cores.
 HALF_AN_HOUR_S = 1800
@@ -53,12 +53,11 @@ class Durations:
 
 
 def recorded(before: dict[str, Any], seconds: dict[str, float], part: int) -> dict[str, Any]:
-    """Return what is written after a run: the next part, and where there is none yet, budgets."""
+    """Return what is written after a run of a part, and where there are none yet, budgets."""
     rooms = by_room(seconds)
     share = HALF_AN_HOUR_S / max(sum(rooms.values()), 1e-9)
     return {
-        "part": (part + 1) % PARTS,
-        "part_measured": part,
+        "part": part,
         "seconds": {file: round(took, 1) for file, took in sorted(seconds.items())},
         "budgets_s": before.get("budgets_s")
         or {room: int(took * share) for room, took in sorted(rooms.items())},

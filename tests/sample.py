@@ -44,6 +44,11 @@ def sampled(cases: Iterable[Any], *, most: int | None = None) -> list[Any]:
     ]
 
 
+def next_part() -> int:
+    """Return the part behind the committed one, which `make durations` runs and writes down."""
+    return (int(json.loads(DURATIONS.read_text())["part"]) + 1) % PARTS
+
+
 def chosen_part() -> int:
     """Return the part that is drawn: ELASWAVE_SAMPLE, else the committed one.
 
@@ -149,3 +154,7 @@ def values_of(item: pytest.Item) -> set[tuple[str, str]]:
         else:
             found.add((name, repr(value)[:200]))
     return found
+
+
+if __name__ == "__main__":
+    print(next_part())
