@@ -36,7 +36,7 @@ from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Ho
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss, Served
 from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
-from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached
+from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached, unkept
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.engine.resumed import Resumed
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
@@ -206,7 +206,6 @@ class EngineJob(AttachedEngine):
     def _forward(self, native: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
         if self._engine.module.training and self._loop.iteration == 0 and not self._loop.dead:
             refuse_batch_of_its_own()
-
         counts = not self._engine.module.training
 
         def work() -> Any:
@@ -266,6 +265,7 @@ class EngineJob(AttachedEngine):
         for react in self.reactions:
             react()
 
+    @torch.no_grad()
     def _learn_output(self) -> None:
         """Learn the form of an output in ZeRO-3's first step, which no worker may know yet."""
         inputs, self._inputs = self._inputs, None
@@ -292,11 +292,12 @@ class EngineJob(AttachedEngine):
         if self._needs_others_to_compute:
             if not self._stand_in.shapes:
                 # Only a worker that has not entered yet: it computes with what it was built with.
-                self._stand_in.remember((inputs, kwargs), self._compute(*inputs, **kwargs))
+                output = unkept(partial(self._compute, *inputs, **kwargs))
+                self._stand_in.remember((inputs, kwargs), output)
             with torch.enable_grad():
                 return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
         with self._hooks.uncompiled():
-            output = self._engine.module(*inputs, **kwargs)
+            output = unkept(partial(self._engine.module, *inputs, **kwargs))
         self._framework.drop_activations()
         with torch.enable_grad():
             return detached(output)

@@ -108,6 +108,21 @@ def loose(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
 
+def unkept(compute: Callable[[], Any]) -> Any:
+    """Compute an output that no backward pass follows; with gradients where the model takes some.
+
+    Otherwise what they need would fill the memory.
+    """
+    try:
+        with torch.no_grad():
+            return compute()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return compute()
+
+
 def detached(output: Any) -> Any:
     """An output whose every tensor is loose."""
     return _map(output, loose)
