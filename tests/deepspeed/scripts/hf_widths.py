@@ -10,7 +10,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, set_seed
 
@@ -48,7 +47,7 @@ class Means(Trainer):
         """The mean of a batch."""
         loss = super().compute_loss(model, inputs)
         own, step = loss.detach(), self.state.global_step
-        if torch.is_grad_enabled():
+        if model.training:
             mean = elaswave_plugin.deepspeed.mean(self.model_wrapped, own)
             other = self.accelerator.reduce(own, "mean")  # told: reduce
             sums = own.clone()

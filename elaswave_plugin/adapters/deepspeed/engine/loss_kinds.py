@@ -97,7 +97,9 @@ def without_trace(model: torch.nn.Module) -> Iterator[None]:
     for the backward pass is as before.
     """
     before = [(one, one.training, one.__dict__.get(_PASSES)) for one in model.modules()]
-    model.eval()
+    # An engine passes its own `eval` on to its module alone.
+    for module, *_ in before:
+        module.training = False
     try:
         with undone_draws():
             yield
