@@ -221,12 +221,12 @@ def test_a_made_sample_differs_from_the_one_it_is_made_of() -> None:
     batch = {
         "ids": torch.tensor([[5, 6, 7], [8, 9, 1]]),
         "weights": torch.tensor([0.5]),
-        "class": torch.tensor([0]),
+        "class": torch.tensor([3]),
     }
     whole, _, second = parts_of(batch, 1).batches
     assert whole["ids"].tolist() == [[5, 6, 7], [7, 6, 5], [8, 9, 1], [1, 9, 8]]
-    assert whole["weights"].tolist() == [0.5, 1.0] and second["weights"].tolist() == [1.0]
-    assert whole["class"].tolist() == [0, 1]
+    assert whole["weights"].tolist() == [0.5, 0.25] and second["weights"].tolist() == [0.25]
+    assert whole["class"].tolist() == [3, 2]
 
 
 def test_draws_are_told_from_a_loss_that_only_batches_change() -> None:

@@ -265,14 +265,13 @@ class EngineJob(AttachedEngine):
         for react in self.reactions:
             react()
 
-    @torch.no_grad()
     def _learn_output(self) -> None:
         """Learn the form of an output in ZeRO-3's first step, which no worker may know yet."""
         inputs, self._inputs = self._inputs, None
         if self._needs_others_to_compute and self._worker.completed == 0:
             self._stand_in.learn(
                 inputs,
-                lambda both: self._compute(*both[0], **both[1]),
+                lambda both: unkept(partial(self._compute, *both[0], **both[1])),
                 device=self._engine.device,
             )
 

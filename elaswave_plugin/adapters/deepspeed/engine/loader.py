@@ -376,7 +376,8 @@ class ElasticLoader:
                 seed_host(draw_key(self._seed, request.place, number))
                 samples.append(self.dataset[item])
             keys = {", ".join(map(str, one)) for one in samples if isinstance(one, Mapping)}
-            if len(keys) > 1:
+            # A process that reads ahead knows of no loss.
+            if len(keys) > 1 and self._ahead is None:
                 self.on_mixed(sorted(keys))
             return self._collate(samples)
 

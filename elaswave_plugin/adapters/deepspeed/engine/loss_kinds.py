@@ -93,8 +93,7 @@ class Told(NamedTuple):
 def without_trace(model: torch.nn.Module) -> Iterator[None]:
     """Have a pass in this block, in evaluation mode, that no backward pass follows.
 
-    Gradients are on, since a loss may be made of some. Draws come again, and what DeepSpeed counts
-    for the backward pass is as before.
+    Draws come again, and what DeepSpeed counts for the backward pass is as before.
     """
     before = [(one, one.training, one.__dict__.get(_PASSES)) for one in model.modules()]
     # An engine passes its own `eval` on to its module alone.
@@ -343,8 +342,16 @@ def told_parts(
 
     Returns the error where the loss of a part cannot be computed.
     """
+    flaw, made = "", None
     try:
         made = parts_of(batch, num_samples)
+    except Exception as error:
+        flaw = f"{type(error).__name__}: {error}"
+    # In ZeRO-3 all compute, or nobody does.
+    flaws = [one for one in gathered(flaw) if one]
+    if flaws or made is None:
+        return str(flaws[0])
+    try:
         seen = [*made.seen([losses(one) for one in made.batches])]
         told: Any = [{term: tuple(one) for term, one in each.items()} for each in seen]
     except Exception as error:
@@ -462,14 +469,14 @@ def with_a_label(batch: Batch) -> Batch:
 
 
 def _with_another(batch: Batch) -> Batch:
-    """Return a batch of one sample with one more, all of whose values differ and are possible."""
+    """Return a batch of one sample with one more, of other values that are possible as well."""
 
     def of(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point():
-            return 2 * value
+            return value / 2
         if value.ndim > 1 and value.shape[1] > 1:
             return value.flip(1)
-        return value if value.dtype == torch.bool else torch.where(value > 0, value - 1, 1)
+        return value if value.dtype == torch.bool else torch.where(value > 0, value - 1, value)
 
     # Of each block of rows the second one.
     return {

@@ -35,6 +35,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     with_a_label,
     without_trace,
 )
+from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import unkept
 from elaswave_plugin.core.step.loss_parts import RULES, SAMPLES, TOKENS, Interval, Pass, passes
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loss_terms import added
@@ -70,6 +71,7 @@ class OwnLoss:
         self._width = width
         self._compute = compute
         self._declared = worker.config.loss
+        self._is_alone = engine.train_micro_batch_size_per_gpu() == 1
         # Whether the model returns it; None before it was asked for.
         self._is_inside: bool | None = None
         # Kinds that are known, by the pattern of batches; whether others are met in this step, and
@@ -117,7 +119,7 @@ class OwnLoss:
             lambda: told_parts(call, stop - start, ask),
             declared=self._declared,
             shifts=True,
-            is_alone=all(last - first == 1 for first, last in served.launch),
+            is_alone=self._is_alone,
             tolerance=tolerance,
             draws=partial(self._draws, call, ask, tolerance),
         )
@@ -164,10 +166,14 @@ class OwnLoss:
 
     def _loss(self, call: Batch) -> float | None:
         """Compute the loss that the model returns, without a trace; None where it returns none."""
-        with without_trace(self._engine.module):
-            places, names = inputs_of(call)
-            loss = loss_in(self._compute(*places, **names))
-        return None if loss is None else float(loss)
+
+        def compute() -> float | None:
+            with without_trace(self._engine.module):
+                places, names = inputs_of(call)
+                loss = loss_in(self._compute(*places, **names))
+            return None if loss is None else float(loss)
+
+        return unkept(compute)
 
     def due(self, loss: torch.Tensor) -> float:
         """Return the weight of a loss that is passed backward now."""
@@ -278,7 +284,7 @@ class OwnLoss:
         step = self._worker.completed
         if self._is_inside is not False and (served.is_cut or self._asks):
             self._learn(served, call)
-        elif self._is_inside and step & (step - 1) == 0:
+        elif self._is_inside is not False and step & (step - 1) == 0:
             # Seldom, since a device has to be waited for.
             self.meets_unknown |= known_of(self._known, pattern_of(call)) is None
         if served.is_cut:

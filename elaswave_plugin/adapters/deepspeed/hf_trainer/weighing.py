@@ -34,6 +34,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     with_a_label,
     without_trace,
 )
+from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import unkept
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.core.step.loss_parts import (
     RULES,
@@ -104,10 +105,14 @@ class Weighing:
 
     def _loss(self, model: Any, batch: Any, num_items: Any) -> torch.Tensor:
         """Compute a loss as the Trainer does; some take the labels out of a batch."""
-        with self._trainer.compute_loss_context_manager(), without_trace(model):
-            loss: torch.Tensor = self._trainer.compute_loss(
-                model, copy.copy(batch), num_items_in_batch=num_items
-            )
+
+        def compute() -> Any:
+            with self._trainer.compute_loss_context_manager(), without_trace(model):
+                return self._trainer.compute_loss(
+                    model, copy.copy(batch), num_items_in_batch=num_items
+                )
+
+        loss: torch.Tensor = unkept(compute)
         return loss
 
     def _found(self, model: Any, batch: Any, number: int, num_items: Any) -> dict[str, Kinds]:
@@ -153,10 +158,11 @@ class Weighing:
         self, batch: Any, number: int, ask: Callable[[Any], Losses], tolerance: float
     ) -> None:
         """Say once that a loss which is divided by items is not the sum of those of its parts."""
-        if self._declared is not None or self._parts_asked:
+        # One that came later has asked nothing.
+        if self._declared is not None or any(gathered(self._parts_asked)):
             return
-        self._parts_asked = True
         parts = told_parts(batch, self._samples(number), ask)
+        self._parts_asked = True
         if isinstance(parts, str):
             return
         told = [one[WHOLE] for one, _ in parts if WHOLE in one and one[WHOLE].says]
