@@ -31,7 +31,7 @@ WHOLE = ""
 IGNORED = -100
 _LABELS = ("shift_labels", "labels")
 UNLABELLED, _IGNORES = ", without a label", ", some labels"
-# Of a module in ZeRO-3 (deepspeed/runtime/zero/parameter_offload.py).
+# Counted on modules by the hooks of ZeRO-3.
 _PASSES = "applied_pre_backward_ref_cnt"
 # A ratio that is nearer than this to 1, 2 or a half is that: relative, of losses in 32 and 16 bits.
 _TOLERANCE, _TOLERANCE_16_BITS = 2e-5, 1e-3
