@@ -504,11 +504,11 @@ class Agent:
         """The job is over: exit as soon as the trainers have."""
         common = self._common
         common.exit_code = exit_code
-        is_member = self._agreement.node in self._agreement.committed.nodes
-        # One that is cut off cannot tell whether the others go on.
-        if exit_code != EXIT_LEFT_OUT and is_member and self._coordinator.is_counted_in:
-            self._job_code = exit_code
         view, lost = self._agreement.committed, self._agreement.nodes.lost
+        # One that is cut off cannot tell whether the others go on, unless all have told their end.
+        is_sure = self._agreement.all_ended or self._coordinator.is_counted_in
+        if exit_code != EXIT_LEFT_OUT and self._agreement.node in view.nodes and is_sure:
+            self._job_code = exit_code
         ended_well = exit_code == 0 and common.completed > 0
         self._sums_up = ended_well and sums_up(self._agreement.node, view, lost)
         for seat in self._seats.values():

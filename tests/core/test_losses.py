@@ -70,3 +70,13 @@ def test_leader_and_a_trainer_killed_at_once() -> None:
         cluster.do("quiesce all")
     assert ranks(cluster, 1, 3) == [1, 3]
     finish(cluster, 1, 3)
+
+
+def test_a_job_is_surely_over_only_once_each_of_its_workers_has_told_its_end() -> None:
+    """A node that is cut off takes the others, who may go on, for lost."""
+    told, cut_off = job("done 3 0", "done 2 0"), job("done 3 0", "done 2 0", "kill 1")
+    for cluster in (told, cut_off):
+        assert not cluster.ends and not cluster.alive[0].all_ended
+    finish(told, 1, 0)
+    finish(cut_off, 0)
+    assert told.alive[0].all_ended and not cut_off.alive[0].all_ended

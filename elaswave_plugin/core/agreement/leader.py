@@ -548,6 +548,11 @@ class Agreement(Candidate):
 
     # ---- the end ------------------------------------------------------------------------------
 
+    @property
+    def all_ended(self) -> bool:
+        """True where nobody can go on with the job, as each of its workers has told its end."""
+        return self._reports.all_ended(self.committed, self.nodes.without_agent)
+
     def _stop_if_decided(self) -> bool:
         """Stop the job if its end is due; return true also while the last exits are awaited."""
         answers = (one for told in self._answers.values() for one in told.answers.values())

@@ -205,6 +205,11 @@ class Reports:
         ]
         return [*(report.failure for report in self.failures.values()), *without]
 
+    def all_ended(self, view: MembershipView, lost: Iterable[int]) -> bool:
+        """Return whether every worker of a view has itself told its end, and none is just lost."""
+        told = self.gone_from(view, ()) | self.done.keys()
+        return told.issuperset(view.ranks) and view.by_slot.keys().isdisjoint(lost)
+
     def all_settled(self, view: MembershipView) -> bool:
         """Return whether no member of a view needs what was sealed before it."""
         return all(self.settled.get(slot, 0) >= view.epoch for slot in view.ranks)
