@@ -20,12 +20,15 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(P
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
 
+# Two at a time, file by file; faults have both cores to themselves.
+PYTEST_TWICE := $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+
 # Which tests are in which tier: tests/tiers.py.
 check: $(STAMP)
-	$(VENV)/bin/python -m pytest -q -m "not slow and not long" tests/tidy tests/core tests/config $(ARGS)
+	$(PYTEST_TWICE) -m "not slow and not long" tests/tidy tests/core tests/config $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -q -m "not slow and not fault" $(ARGS)
+	$(PYTEST_TWICE) -m "not slow and not fault" $(ARGS)
 
 faults: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -m "fault and not slow" $(ARGS)
@@ -56,7 +59,7 @@ gpu-bundle: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.gpu.bundle $(ARGS)
 
 lint: $(STAMP)
-	$(VENV)/bin/python -m pytest -q tests/tidy $(ARGS)
+	$(PYTEST_TWICE) tests/tidy $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(ARGS)

@@ -19,6 +19,8 @@ TEST = (
     "py-spy>=0.4",
     "pytest>=8",
     "pytest-timeout>=2.3",
+    # Tests that start no jobs run on two cores at the same time.
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
     # Megatron-LM's training imports it; see tests/adapters/megatron_lm.
     "six",

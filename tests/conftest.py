@@ -31,8 +31,6 @@ ROOMS = (
     "tracking",
 )
 LAST = ("faults",)
-# The first waits for what the pure tests run beside; a busy machine disturbs all that follow.
-AFTER_PURE = ("test_types.py", "test_planner_time.py")
 STACKS_GRACE_S = 2.0
 TIMER = pytest.StashKey[threading.Timer]()
 STDERR = pytest.StashKey[int]()
@@ -107,9 +105,7 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
     return True
 
 
-def _place(path: Path) -> float:
-    if path.name in AFTER_PURE:
-        return len(FIRST) - 0.5 + 0.1 * AFTER_PURE.index(path.name)
+def _place(path: Path) -> int:
     folder = path.relative_to(Path(__file__).parent).parts[0]
     order = (*FIRST, *ROOMS)
     if folder in order:
