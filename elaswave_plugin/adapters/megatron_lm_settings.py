@@ -16,7 +16,13 @@ _ARGUMENTS = (
     ("cpu_offloading", "cpu_offloading_num_layers"),
 )
 # Options that are named otherwise than their argument.
-_OPTIONS = (("nccl_ub", "--use-nccl-ub"), ("fp8", "--fp8-format"), ("fp4", "--fp4-format"))
+_OPTIONS = (
+    ("nccl_ub", "--use-nccl-ub"),
+    ("fp8", "--fp8-format"),
+    ("fp4", "--fp4-format"),
+    # Switched off by --no-data-sharding.
+    ("data_sharding", "data_sharding"),
+)
 # How a router may be balanced: by nothing, or by what one micro-batch tells.
 _BALANCING = ("aux_loss", "none", "seq_aux_loss", "sinkhorn")
 _GRAPHS = "a graph replays the groups and buffers of its capture; train without CUDA graphs"
@@ -129,6 +135,14 @@ _CHANGED = (
         False,
         Answer.ADJUSTED,
         "replicas are divided before they are added: after a loss they run unequal shares",
+    ),
+    (
+        "data_sharding",
+        (True,),
+        True,
+        UNSET,
+        Answer.ADJUSTED,
+        "a pass over the data ends for all replicas together, and no longer later for some",
     ),
     (
         "nccl_ub",
@@ -295,6 +309,7 @@ def _where(name: str) -> Callable[[Values], bool] | None:
         "expert_tensor_parallel_size": _cuts_experts_otherwise,
         "moe_token_dispatcher_type": _has_experts,
         "moe_router_load_balancing_type": _balances_otherwise,
+        "data_sharding": lambda values: values.get("dataloader_type") == "cyclic",
         "use_pytorch_profiler": lambda values: bool(values.get("profile")),
         "sft": lambda values: bool(values.get("tensor_model_parallel_size", 1) != 1),
     }.get(name)

@@ -4,6 +4,7 @@ Micro-batch k of a batch belongs to replica k mod D0 of the launch: it is the on
 of that replica yields there, on any worker (megatron/training/datasets/data_samplers.py).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,10 +29,16 @@ class _Reader:
         self.sampler = sampler
         self.position = position
         self._batches = iter(sampler)
+        # A cyclic order of samples that no replica has to itself leaves some replicas a batch more
+        # than others. An epoch ends for all of them where one that is opened there begins the next.
+        self._ends: float = math.inf
+        if hasattr(sampler, "last_batch_size"):
+            length = sampler.total_samples - sampler.last_batch_size
+            self._ends = (position // length + 1) * length
 
     def read(self) -> list[int] | None:
         """The samples of its next batch; None at the end of an epoch."""
-        return next(self._batches, None)
+        return next(self._batches, None) if self.position < self._ends else None
 
 
 class MicrobatchLoader:

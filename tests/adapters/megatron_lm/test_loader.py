@@ -23,6 +23,12 @@ class Sequential:
             yield [1000 * epoch + own, 1000 * epoch + own + 1][:2]
 
 
+class Batches(list):  # type: ignore[type-arg]
+    """What the sampler of a cyclic order says of itself: 10 samples, of which a pass leaves 4."""
+
+    total_samples, last_batch_size = 10, 4
+
+
 def loader(told: list[tuple[int, Sequence[int]]], made: list[tuple[int, int]]) -> MicrobatchLoader:
     """Four replicas, micro-batches of two samples."""
 
@@ -80,6 +86,28 @@ def test_the_next_epoch_begins_where_one_ends() -> None:
         read(one, 0), read(one, 4)
         one.advance(16)
     assert read(one, 0) == [1000, 1001]
+
+
+def test_a_pass_ends_for_all_replicas_together() -> None:
+    """As one that is opened there has it, also where a replica has samples for one batch more."""
+
+    def make(replica: int, position: int) -> Any:
+        epoch, start = divmod(position, 6)
+        mine = range(start, 10)[replica::3]
+        batches = [[100 * epoch + item for item in mine[k : k + 2]] for k in range(0, len(mine), 2)]
+        sampler = Batches(one for one in batches if len(one) == 2)
+        return SimpleNamespace(batch_sampler=sampler, collate_fn=list, num_workers=0)
+
+    data = {one: one for one in range(300)}
+    sizes = {"num_replicas": 3, "micro_batch_size": 2, "seed": 1}
+    one, later = (
+        MicrobatchLoader(data, begins, make=make, on_batch=lambda *told: None, **sizes)
+        for begins in (0, 6)
+    )
+    assert [read(one, k) for k in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    one.advance(6)
+    second = [[100, 103], [101, 104], [102, 105]]
+    assert [read(one, k) for k in range(3)] == [read(later, k) for k in range(3)] == second
 
 
 def test_samples_are_numbered_in_the_order_of_all_epochs() -> None:

@@ -24,6 +24,14 @@ BlendedMegatronDatasetBuilder.build = build
 SPEC = ScriptSpec(
     options=(*ScriptSpec().options, "--dataloader-type", "cyclic"), sabotage=SHORT, steps=7
 )
+# A pass is a step, of 6 of 10 samples; the first replica alone has samples for two.
+UNEVEN = replace(
+    SPEC,
+    options=(*SPEC.options, "--no-data-sharding", "--micro-batch-size", "2"),
+    sabotage=SHORT.replace("22", "10"),
+    nproc=3,
+    global_batch=6,
+)
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="4:backward")
@@ -32,16 +40,28 @@ def test_a_loss_in_the_second_pass(run: Launch, reference: Launch) -> None:
     check_equal(run(replace(SPEC, kills=("1@4:backward",))), reference(SPEC))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="0", moment="3:backward")
+def test_a_loss_of_the_replica_that_has_samples_for_one_batch_more(
+    run: Launch, reference: Launch
+) -> None:
+    killed = run(replace(UNEVEN, kills=("0@3:backward",)))
+    check_survived(killed)
+    check_equal(killed, reference(UNEVEN))
+    assert "data_sharding is False: a pass over the data ends for all" in killed.output
+
+
 @proves(Kind.NOTHING, Promise.SAME)
-@pytest.mark.parametrize("done", [3, 5])
-def test_a_resume_in_a_later_pass_goes_on_there(run: Launch, reference: Launch, done: int) -> None:
-    """In the middle of the second pass, and where the third one begins."""
-    place = "{data}/passes-" + str(done)
+@pytest.mark.parametrize(("spec", "done"), [(SPEC, 3), (SPEC, 5), (UNEVEN, 3)])
+def test_a_resume_in_a_later_pass_goes_on_there(
+    run: Launch, reference: Launch, spec: ScriptSpec, done: int
+) -> None:
+    """In the middle of the second pass, and where one begins."""
+    place = f"{{data}}/passes-{spec.nproc}-{done}"
     saving = ("--save", place, "--save-interval", "9", "--exit-interval", str(done))
-    saved = run(replace(SPEC, options=(*SPEC.options, *saving)))
+    saved = run(replace(spec, options=(*spec.options, *saving)))
     assert sorted(saved.trace()) == [*range(done)], saved.output[-4000:]
-    resumed = run(replace(SPEC, options=(*SPEC.options, "--load", place)))
+    resumed = run(replace(spec, options=(*spec.options, "--load", place)))
     assert resumed.returncode == 0, resumed.output[-4000:]
-    later = {step: bits for step, bits in reference(SPEC).trace().items() if step >= done}
+    later = {step: bits for step, bits in reference(spec).trace().items() if step >= done}
     assert resumed.trace() == later
     assert "samples: 0 lost, 0 repeated" in resumed.output
