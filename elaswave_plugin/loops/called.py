@@ -66,6 +66,7 @@ class CalledLoop(UserLoop):
 
         ``sealed``: and have every worker seal it, so that no later death of one takes it back.
         """
+        self._steps.state.find()
         self._until(self.worker.completed + 1, self._await_seals if sealed else lambda: None)
 
     def next_batch(

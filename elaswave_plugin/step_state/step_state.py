@@ -133,13 +133,14 @@ class StepState:
         self._before: dict[int, Kept] = {}
         # What the first pass of a step has found, where the loop sets it until then.
         self._found: dict[int, dict[str, Any]] = {}
-        self._awaits_passes = False
+        self._awaits_passes = self._is_redone = False
         self._asks = worker.detached
 
     def begin(self, step: int) -> None:
         """A step begins: keep what there is, or put back what there was when it first began."""
         self._awaits_passes = True
-        if step in self._before:
+        self._is_redone = step in self._before
+        if self._is_redone:
             self.put_back(self._before[step])
             return
         self._before[step] = self.keep()
@@ -157,13 +158,18 @@ class StepState:
         if not self._awaits_passes:
             return
         step, self._awaits_passes = self._worker.completed, False
-        if step in self._found:
+        if self._is_redone and step in self._found:
             self.put_back(self._found[step])
-        else:
-            of_bodies = {name: part for name, part in self._parts.items() if part.of_bodies}
-            self._found[step] = {name: part.find() for name, part in of_bodies.items()}
+        self.find()
         if self._worker.untried:
             self._find_alike(self._found[step])
+
+    def find(self) -> None:
+        """Keep, once, what the loop has set since the step began; its first pass comes next."""
+        step = self._worker.completed
+        if step not in self._found:
+            of_bodies = {name: part for name, part in self._parts.items() if part.of_bodies}
+            self._found[step] = {name: part.find() for name, part in of_bodies.items()}
 
     def _find_alike(self, found: dict[str, Any]) -> None:
         """Have those that have just come find what the others do."""

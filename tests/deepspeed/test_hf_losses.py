@@ -66,6 +66,17 @@ def test_the_losses_are_those_of_the_undisturbed_run(
     check(run, twin, reference, spec_of("1@2:backward", loss=loss, options=options, stage=stage))
 
 
+@proves(Kind.KILL, Promise.CLOSE)
+def test_what_is_set_before_the_first_pass_of_an_update_stays_set_after_a_loss(
+    run: Launch, reference: Launch
+) -> None:
+    """The update has one micro-batch, the one before had two, and a callback has set a weight."""
+    spec = spec_of("1@1:backward", loss="set", options=("--limit=24",), steps=4)
+    killed = run(spec)
+    assert killed.returncode == 0 and len(killed.events("fault_fired")) == 1
+    check_tapes(killed, reference(spec), survivors=3)
+
+
 @proves(Kind.KILL, Promise.PLANNED)
 def test_a_micro_batch_without_a_label_says_nothing_of_the_loss(
     run: Launch, twin: Twin, reference: Launch

@@ -24,7 +24,7 @@ class Sequential:
 
 
 class Batches(list):  # type: ignore[type-arg]
-    """What the sampler of a cyclic order says of itself: 10 samples, of which a pass leaves 4."""
+    """Batches of the sampler of a cyclic order: of 10 samples, of which a pass leaves 4."""
 
     total_samples, last_batch_size = 10, 4
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from train_accelerate import build_model
 from train_deepspeed import TextDataset
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import elaswave_plugin
 
@@ -39,6 +39,8 @@ class OwnLoss(Trainer):
     """A Trainer with a loss of its own."""
 
     kind = ""
+    # Of a callback's.
+    scale = 1.0
 
     def compute_loss(
         self,
@@ -56,6 +58,9 @@ class OwnLoss(Trainer):
         by_labels = losses.sum() / has_label.sum().clamp(min=1)
         if self.kind == "labels":
             return by_labels
+        if self.kind == "set":
+            # By what is set once an update has begun.
+            return by_labels * self.scale / self.current_gradient_accumulation_steps
         if self.kind == "places":
             return by_items + losses.mean()
         if self.kind == "classes":
@@ -74,6 +79,16 @@ class OwnLoss(Trainer):
         # Of pairs of samples of a batch.
         first, second = outputs.logits.float().mean((1, 2)).roll(1), losses.mean(1)
         return (first * second).mean() + by_items
+
+
+class SetsScale(TrainerCallback):
+    """Gives the losses of each step another weight."""
+
+    trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Once a step."""
+        self.trainer.scale = 1.0 + 0.5 * state.global_step
 
 
 def not_finite(base: type[Trainer], step: int | None) -> type[Trainer]:
@@ -96,6 +111,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--loss", default="items")
     parser.add_argument("--unlabelled", default="", help="items of the data without a label")
+    parser.add_argument("--limit", type=int, default=96, help="samples of an epoch")
     parser.add_argument("--padded", action="store_true", help="samples of different lengths")
     parser.add_argument("--own-items", action="store_true", help="items of a worker's own batches")
     parser.add_argument("--batch-size", type=int, default=2)
@@ -108,7 +124,7 @@ def main() -> None:
         add(event)
     place = Path(args.deepspeed_config).parent
     set_seed(7)
-    dataset = TextDataset(None, 32, 96)
+    dataset = TextDataset(None, 32, args.limit)
 
     class Ragged(torch.utils.data.Dataset):
         """Samples of which the first places, of another number each, have no label."""
@@ -150,6 +166,9 @@ def main() -> None:
         data_collator=padded,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json")],
     )
+    if args.loss == "set":
+        trainer.add_callback(SetsScale())
+        SetsScale.trainer = trainer
     trainer.train()
     print(f"trained {trainer.state.global_step} steps", flush=True)
 

@@ -94,6 +94,10 @@ class TrainerJob(EngineJob):
         """Have all state as it was before the step that comes next."""
         self._state.put_back(self._state.before(self._worker.completed))
 
+    def enter_passes(self) -> None:
+        """Have all state as the first pass of this step has found it (collective over WORLD)."""
+        self._state.enter_passes()
+
     def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[Any]:
         """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch."""
         loader.seek(epoch, first)

@@ -23,6 +23,8 @@ class TrainerState(Part):
     """The part of a step's state that the Trainer holds; nothing until there is a Trainer."""
 
     name = "the Trainer's state"
+    # Its loop counts the micro-batches of an update, and callbacks may set what a loss depends on.
+    of_bodies = True
 
     def __init__(self) -> None:
         self.trainer: Any = None

@@ -51,6 +51,7 @@ class Update:
     def train(self) -> None:
         """Call the Trainer's step for each micro-batch; the last one makes the update."""
         assert self.step is not None and self.weigh is not None
+        self._job.enter_passes()
         weighed = self.weigh(self.model, self.batches, self.num_items)
         boundary = GradientState().sync_gradients
         for number, turns in enumerate(weighed):
