@@ -15,8 +15,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from elaswave_plugin.core.agreement.hang import EVALUATION, SAVE
 from elaswave_plugin.errors import ConfigurationError
@@ -434,6 +437,15 @@ class ElasticConfig(BaseModel):
             )
         return self.model_copy(update={"respawn": 0})
 
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _a_switch_is_no_number(cls, value: object, taken: ValidatorFunctionWrapHandler) -> object:
+        """Refuse true and false where a number is wanted, as which Python has them."""
+        result = taken(value)
+        if isinstance(value, bool) and not isinstance(result, bool):
+            raise PydanticCustomError("switch", "a number")
+        return result
+
     @model_validator(mode="after")
     def _dealing_needs_least_room(self) -> "ElasticConfig":
         """Refuse `activation_room` with reroute and resize, which hold what they hold.
@@ -535,5 +547,5 @@ def _sentence(error: ValidationError, source: str) -> str:
     message = str(first["msg"]).removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
         return f"{source}: {message}"
-    wanted = message.replace("Input should be ", "")
+    wanted = message.replace("Input should be ", "").replace("valid tuple", "list")
     return f"{source}: key {key!r} is {first['input']!r}, wanted {wanted}"

@@ -4,6 +4,7 @@ engine, optimizer, loader, scheduler = elaswave_plugin.deepspeed.initialize(mode
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,22 @@ _BESIDE = "__elaswave_beside__"
 # Set for the workers of a job (ipc/environment.py, AGENT).
 _SUPERVISED = "ELASWAVE_AGENT"
 _ADAPTER = "elaswave_plugin.adapters.deepspeed"
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """End the process in one sentence where a call gives a name that ``function`` has not."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        work = function
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            work = import_module("elaswave_plugin.trainer.fatal").ends_in_a_sentence(function)
+        return work(*args, **kwargs)
+
+    return called
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +67,7 @@ def loader(engine: Any, data: Any, **options: Any) -> Any:
     return import_module(f"{_ADAPTER}.attach").loader_of(engine, data, **options)
 
 
+@_named
 def mean(engine: Any, value: Any) -> Any:
     """The mean over all samples of the iteration, a float64 tensor of the shape of ``value``.
 
@@ -61,6 +79,7 @@ def mean(engine: Any, value: Any) -> Any:
     return import_module(f"{_ADAPTER}.attach").mean_of(engine, value)
 
 
+@_named
 def run(engine: Any, work: Callable[[], Any], *, phase: str = "evaluation") -> Any:
     """Call ``work()`` on every worker between two steps; a loss makes all call it again.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -45,13 +46,15 @@ def check_words(
 def nearest(word: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known word that is most like this one; letters with which all begin do not count.
 
-    ``cutoff``: the least likeness, as `difflib` has it.
+    Nor does it count whether letters are capitals. ``cutoff``: the least likeness, as `difflib` has
+    it.
     """
     first, last = min(known), max(known)
     others = (at for at in range(len(first)) if not last.startswith(first[: at + 1]))
-    start = first[: next(others, len(first))] if first != last else ""
+    start = first[: next(others, len(first))].lower() if first != last else ""
+    word = word.lower()
     begin = len(start) if word.startswith(start) else 0
-    tails = {one[begin:]: one for one in known}
+    tails = {one[begin:].lower(): one for one in known}
     near = difflib.get_close_matches(word[begin:], tails, n=1, cutoff=cutoff)
     return tails[near[0]] if near else None
 
@@ -69,8 +72,10 @@ def check_options(words: Sequence[str]) -> None:
 
 def check_keys(config: Mapping[str, object]) -> None:
     """Raise ConfigurationError for a key of a DeepSpeed configuration that nearly names ours."""
-    near = {key: None for key in config if isinstance(key, str) and _is_near(key)}
-    check_words(near, [NAME], "the DeepSpeed configuration: unknown key")
+    near = {key: None for key in config if isinstance(key, str) and key != NAME and _is_ours(key)}
+    if near:
+        keys = {f"{NAME}_{key}": f"{key!r} in the section {NAME!r}" for key in setting_names()}
+        check_words(near, [NAME], "the DeepSpeed configuration: unknown key", elsewhere=keys)
 
 
 def check_variables(environ: Iterable[str], known: Collection[str], own: Collection[str]) -> None:
@@ -78,11 +83,13 @@ def check_variables(environ: Iterable[str], known: Collection[str], own: Collect
 
     ``own``: those that processes of a job have, and no user sets.
     """
-    names = [name for name in environ if name.startswith(variable("")) and name not in own]
-    settings = {variable(key): given_as(key) for key in (setting_names() if names else ())}
+    names = [name for name in environ if "_" in name and _is_ours(name) and name not in own]
+    keys = ("config", *setting_names()) if names else ()
+    settings = {variable(key): given_as(key) for key in keys}
     for name in names:
         # Others may have variables of such names: a service of Kubernetes that is called so.
-        if nearest(name, {*known, *settings}, cutoff=_NEAR_VARIABLE) is not None:
+        tail = name.partition("_")[2]
+        if nearest(variable(tail), {*known, *settings}, cutoff=_NEAR_VARIABLE) is not None:
             # Without its value, which may be a secret.
             check_words({name: None}, known, "unknown variable", elsewhere=settings)
 
@@ -121,16 +128,13 @@ def _options(words: Sequence[str]) -> dict[str, str | None]:
     """The options among the words, each with the value that stands behind it, if one does."""
     found: dict[str, str | None] = {}
     for word, after in zip(words, (*words[1:], "-"), strict=False):
-        if word.startswith("--"):
+        if word.startswith("-"):
             name, equals, value = word.partition("=")
             found[name] = value if equals else None if after.startswith("-") else after
     return found
 
 
-def _is_ours(option: str) -> bool:
-    """Return whether an option is of ours, or nearly so."""
-    return option.startswith(FLAG) or _is_near(option.replace("_", "-").split("-")[2])
-
-
-def _is_near(name: str) -> bool:
-    return nearest(name.lower(), [NAME], cutoff=_SAME_NAME) is not None
+def _is_ours(word: str) -> bool:
+    """Return whether an option, key or variable begins with our name, or nearly so."""
+    first, *_ = re.split("[-_.]", word.lstrip("-"))
+    return word.startswith(FLAG) or nearest(first, [NAME], cutoff=_SAME_NAME) is not None

@@ -136,6 +136,27 @@ def test_a_name_of_a_verb(
     assert f"elaswave: {verb}: unknown name " in error and said in error
 
 
+@pytest.mark.parametrize(
+    ("verb", "given", "said"),
+    [
+        (
+            "run",
+            {"pahse": "save"},
+            "run: unknown name 'pahse' (value 'save'); did you mean 'phase",
+        ),
+        ("mean", {"vlaue": 1}, "mean: unknown name 'vlaue' (value 1); did you mean 'value'?"),
+    ],
+)
+def test_a_name_of_a_verb_of_deepspeed(
+    verb: str, given: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from elaswave_plugin import deepspeed
+
+    with pytest.raises(SystemExit) as end:
+        getattr(deepspeed, verb)(SimpleNamespace(), **given)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_other_errors_of_types_are_the_scripts() -> None:
     @ends_in_a_sentence
     def verb(work: Any, *, phase: str = "") -> None:

@@ -35,6 +35,8 @@ def test_every_setting_is_an_option_and_is_written_whole() -> None:
         (["--elaswave_respawn", "3"], "did you mean '--elaswave-respawn'?"),
         (["--elaswave-quiesce=3"], "did you mean '--elaswave-quiesce-timeout-s'?"),
         (["--elaswav", "--lr"], "unknown option '--elaswav'; did you mean '--elaswave'?"),
+        (["-elaswave-respawn", "3"], "did you mean '--elaswave-respawn'?"),
+        (["--ELASWAVE"], "unknown option '--ELASWAVE'; did you mean '--elaswave'?"),
         (["--elaswvae-respawn", "3"], "did you mean '--elaswave-respawn'?"),
         (["--elaswave-quantum-flux"], "wanted one of --elaswave, --elaswave-config, --elaswave-"),
     ],
@@ -79,6 +81,10 @@ def test_what_stands_behind_the_script_is_the_scripts() -> None:
         ("ELASWAVE_NOTICE_TIMEOUT", "did you mean 'ELASWAVE_NOTICE_TIMEOUT_S'?"),
         ("ELASWAVE_RESREVE", "did you mean 'ELASWAVE_RESERVE'?"),
         ("ELASWAVE_SECRET", "did you mean 'ELASWAVE_SECRET_FILE'?"),
+        ("ELASWAV_RESERVE", "did you mean 'ELASWAVE_RESERVE'?"),
+        ("elaswave_reserve", "did you mean 'ELASWAVE_RESERVE'?"),
+        ("ELASTWAVE_SECRET_FILE", "did you mean 'ELASWAVE_SECRET_FILE'?"),
+        ("ELASWAVE_CONFIG", "'ELASWAVE_CONFIG' is the option --elaswave-config, behind the script"),
         ("ELASWAVE_RESPAWN", "'ELASWAVE_RESPAWN' is the option --elaswave-respawn, behind the scr"),
     ],
 )
@@ -106,3 +112,10 @@ def test_the_name_of_the_section_is_told(key: str) -> None:
     check_keys({"elasticity": {}, "elaswave": {}, "zero_optimization": {}})
     with pytest.raises(ConfigurationError, match=f"unknown key '{key}'; did you mean 'elaswave'?"):
         check_keys({"train_batch_size": 8, key: {}})
+
+
+@pytest.mark.parametrize("key", ["elaswave_respawn", "elaswave.respawn", "elaswave-respwan"])
+def test_a_key_beside_the_section_is_told(key: str) -> None:
+    said = f"unknown key '{key}'; 'elaswave_respawn' is 'respawn' in the section 'elaswave'"
+    with pytest.raises(ConfigurationError, match=said):
+        check_keys({"elaswave": {"enabled": True}, key: 3})
