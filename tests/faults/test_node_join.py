@@ -14,12 +14,13 @@ from tests.faults.harness import (
     Outcome,
     Zygote,
     check_equal,
+    failed_by_themselves,
     lose_nodes,
     open_launcher,
     started,
 )
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
-from tests.faults.test_join import check_nothing_thrown_away, entered, last_ranks
+from tests.faults.test_join import LATER, check_nothing_thrown_away, entered, last_ranks
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -124,4 +125,18 @@ def test_two_lost_nodes_of_tp_pp_dp_come_back(
     run = lose_and_join(spec, [1, 6], zygote=zygote, data=data, directory=tmp_path)
     check_equal(run, reference(run.spec))
     assert sorted(entered(run)) == [(1, 1), (6, 1)]
+    assert last_ranks(run) == list(range(8))
+
+
+@proves(Kind.NODE_RETURN, Promise.EQUAL, victim="2 3 4", moment="3:backward 4:backward")
+@pytest.mark.slow
+def test_a_node_of_two_workers_comes_back_while_a_third_is_missing(
+    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
+) -> None:
+    spec = replace(TP2_PP2_DP2, nodes=4, steps=12, dump="last", respawn=10, kills=("4@4:backward",))
+    spec = replace(spec, awaits=((6, 2), (9, 3)), sabotage=LATER.format(slot=4))
+    run = lose_and_join(spec, [1], zygote=zygote, data=data, directory=tmp_path)
+    check_equal(run, reference(run.spec))
+    assert not failed_by_themselves(run)
+    assert sorted(entered(run)[:2]) == [(2, 1), (3, 1)] and entered(run)[2:] == [(4, 1)]
     assert last_ranks(run) == list(range(8))

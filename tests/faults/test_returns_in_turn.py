@@ -12,6 +12,23 @@ from tests.faults.hybrid_matrix import PP2_DP2, PP2_VPP2_DP2, TP2_PP2_DP2
 from tests.faults.test_join import IN_TURN, entered, last_ranks
 from tests.proofs import Kind, Promise, proves
 
+# The evaluation after so many steps waits until a newcomer asks to be let in.
+IN_EVALUATION = """
+import json, os, time
+from elaswave_plugin.recovery.phases import Phases
+fire_now = Phases.fire
+def fire_and_wait(self, phase):
+    if phase == "evaluation" and self.step == {step} and os.environ["ELASWAVE_INCARNATION"] == "0":
+        self._events.emit("replacement_awaited", number=1)
+        deadline_s = time.monotonic() + 60
+        while not any('"worker_ready"' in line for line in open(self._events.path)):
+            self._check()
+            assert time.monotonic() < deadline_s, "no replacement came"
+            time.sleep(0.02)
+    fire_now(self, phase)
+Phases.fire = fire_and_wait
+"""
+
 
 def in_turn(spec: JobSpec, order: tuple[int, ...]) -> JobSpec:
     """The job that loses these workers in its fourth step, and gets them back in this order."""
