@@ -1,4 +1,5 @@
-# demo, check, test, faults, durations, matrix, chaos, slurm, gpu, lint, docs: each makes .venv first when it is missing or stale.
+# demo, check, test, faults, durations, matrix, chaos, slurm, megatron-lm, gpu, lint, docs: each makes
+# .venv first when it is missing or stale.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where torch comes from, if not from pip's own index (an index with CPU builds, say).
@@ -15,7 +16,7 @@ EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
 DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo check test faults durations matrix chaos slurm gpu gpu-bundle lint docs clean
+.PHONY: demo check test faults durations matrix chaos slurm megatron-lm python312 gpu gpu-bundle lint docs clean
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -50,6 +51,28 @@ chaos: $(STAMP)
 slurm: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -m "slow or not slow" tests/schedulers $(ARGS)
 
+# What CI skips without a checkout: MEGATRON_LM_PATH=... make megatron-lm
+megatron-lm: is-checkout $(STAMP)
+	$(VENV)/bin/python -m pytest -q -rs --durations=20 -m "checkout and not slow" \
+		--record-results=benchmarks/megatron_lm.json $(ARGS)
+
+is-checkout:
+	$(if $(wildcard $(MEGATRON_LM_PATH)/pretrain_gpt.py),,$(error MEGATRON_LM_PATH is \
+	'$(MEGATRON_LM_PATH)', wanted a checkout of Megatron-LM (tag core_v0.16.1 or core_v0.17.0): \
+	MEGATRON_LM_PATH=FOLDER make megatron-lm))
+
+# `make test` with another interpreter, in an environment of its own: PYTHON312=... make python312
+python312: is-python312
+	$(MAKE) test VENV=.venv312 PYTHON='$(PYTHON312)' \
+		ARGS='-rs --durations=20 --record-results=benchmarks/python312.json $(ARGS)'
+
+VERSION = $(shell '$(PYTHON312)' -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&1 | tail -n 1)
+
+is-python312:
+	$(if $(filter-out 3.12,$(if $(PYTHON312),$(VERSION),none)),$(error PYTHON312 is \
+	'$(PYTHON312)', wanted an interpreter of Python 3.12: \
+	PYTHON312=/usr/bin/python3.12 make python312))
+
 # The kit for a machine with GPUs, in at most 25 minutes; ARGS=--stand-ins for the CPU. docs/gpu.md
 gpu: $(STAMP)
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
@@ -81,4 +104,4 @@ $(DEMO_STAMP): setup.py pyproject.toml Makefile
 	$(call INSTALL,$(EXTRAS))
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,7 @@ import pytest
 
 from tests import sample
 from tests.durations import RECORD, Durations
+from tests.results import Results
 from tests.tiers import REPRESENTATIVES, is_long, unknown_representatives, waits_for_faults
 
 FIRST = ("tidy", "core", "config")
@@ -32,20 +33,25 @@ ROOMS = (
 )
 LAST = ("faults",)
 STACKS_GRACE_S = 2.0
+NO_CHECKOUT = "MEGATRON_LM_PATH is not set, wanted a checkout of Megatron-LM, tag core_v0.16.1"
 TIMER = pytest.StashKey[threading.Timer]()
 STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make durations`."""
+    """Add the options of `make durations`, `make megatron-lm` and `make python312`."""
     said = "write tests/durations.json when all tests have passed"
     parser.addoption(RECORD, action="store_true", help=said)
+    said = "write what became of the tests, and where, to this file when they have ended"
+    parser.addoption("--record-results", type=Path, metavar="FILE", help=said)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the real stderr: during a test descriptor 2 belongs to pytest's capture."""
     config.stash[STDERR] = os.dup(2)
     config.pluginmanager.register(Durations(config))
+    if (file := config.getoption("record_results")) is not None:
+        config.pluginmanager.register(Results(file))
     # How long an example takes says how busy the machine is, nothing about the product. The same
     # examples in every run: what fails can be run again. `make matrix` draws others.
     for name, is_repeatable in (("repeatable", True), ("exploring", False)):
@@ -66,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.fault)
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("checkout") and not os.environ.get("MEGATRON_LM_PATH"):
+            item.add_marker(pytest.mark.skip(NO_CHECKOUT))
     if not any("::" in argument for argument in config.args):
         unknown = unknown_representatives([item.nodeid for item in items])
         if unknown:

@@ -1,6 +1,5 @@
 """Functions that the adapters re-implement are those that they were written for."""
 
-import os
 import re
 import sys
 from importlib import import_module
@@ -17,6 +16,7 @@ from elaswave_plugin.adapters.upstream_sources import (
     say_unknown,
     source_digest,
 )
+from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 from tests.tidy.upstream_digests import digest_in, rows
 
 ADAPTERS = Path(upstream_sources.__file__).parent
@@ -83,16 +83,19 @@ def test_code_counts(change: tuple[str, str]) -> None:
     assert source_digest(lines(changed)) != source_digest(lines(SOURCE))
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def marks(row: Row) -> tuple[pytest.MarkDecorator, ...]:
+    """Functions of Megatron-LM's scripts are in its checkout."""
+    return (needs_repository,) if row[0].startswith("megatron.training") else ()
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=row[0]) for row in rows()])
 def test_functions_that_are_installed_are_known(row: Row) -> None:
     place, file, known = row
     module = place.partition(":")[0]
     assert (ADAPTERS / file).is_file()
     if module.startswith("megatron.training"):
-        if not (checkout := os.environ.get("MEGATRON_LM_PATH")):
-            pytest.skip("MEGATRON_LM_PATH is not set, wanted a checkout of Megatron-LM")
         # Its package needs more than is installed here; jobs of such scripts import it.
-        assert digest_in(Path(checkout), place) in dict(known)
+        assert digest_in(Path(REPOSITORY), place) in dict(known)
         return
     found = import_module(module).__file__
     assert found is not None

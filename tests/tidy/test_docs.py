@@ -152,10 +152,10 @@ def test_readme_has_the_lines_that_the_example_marks() -> None:
 
 
 def test_readme_commands_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", page("Makefile"), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", page("Makefile"), re.MULTILINE))
     for name in PAGES:
-        wanted = set(re.findall(r"^make (\w+)", page(name), re.MULTILINE))
-        wanted |= set(re.findall(r"`make (\w+)`", page(name)))
+        wanted = set(re.findall(r"^make ([\w-]+)", page(name), re.MULTILINE))
+        wanted |= set(re.findall(r"`make ([\w-]+)`", page(name)))
         assert wanted <= targets, name
     assert {"demo", "test"} <= set(re.findall(r"^make (\w+)", page("README.md"), re.MULTILINE))
     for module in re.findall(r"python -m ([\w.]+)", "".join(map(page, PAGES))):
