@@ -55,6 +55,43 @@ def test_while_links_break_one_by_one_a_part_that_may_go_on_does(seed: int) -> N
     check(cluster)
 
 
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("within", ["step", "recovery", "departure", "join"])
+@pytest.mark.parametrize("pair", [(0, 2), (2, 3)])
+def test_parted_from_the_leader_one_is_lost_and_two_others_meet_again(
+    seed: int, within: str, pair: tuple[int, int]
+) -> None:
+    """As tests/faults/test_parted.py has it with packets, in any order of what is said and heard.
+
+    Of two others that stay apart `core/agreement/hang.py` gives one up (tests/core/test_hang.py).
+    """
+    dice = random.Random(seed)
+    cluster = sealed_job((0, 1, 2, 3))
+    if within in ("recovery", "join"):
+        cluster.act("exit 1 SIGKILL")
+    if within == "departure":
+        cluster.act("notice 1")
+    if within == "join":
+        come_to_rest(cluster, dice)
+        cluster.act("respawn 1")
+        pair = (1, pair[0])
+    cluster.run(dice, most=dice.randrange(25))
+    for quiet in dice.sample(cluster.seated, dice.randrange(len(cluster.seated) + 1)):
+        cluster.act(f"quiesce {quiet}")
+        cluster.run(dice, most=dice.randrange(5))
+    cluster.act(f"sunder {pair[0]} {pair[1]}")
+    # Who takes part hears nothing of the other in a collective, and says so.
+    for end in dice.sample(pair, len(pair)):
+        cluster.run(dice, most=dice.randrange(5))
+        if end in working(cluster) and cluster.commits[end]:
+            cluster.act(f"sever {end}")
+    come_to_rest(cluster, dice)
+    check(cluster)
+    gone = {1} if within in ("recovery", "departure") else set()
+    parted = {*pair} - {0} if 0 in pair else set()
+    assert {0, 1, 2, 3} - working(cluster) == gone | parted
+
+
 @pytest.mark.parametrize("seed", sampled(range(1500)))
 def test_no_cut_of_flows_makes_two_parts_go_on(seed: int) -> None:
     """One view an epoch, one path, and in the end one part at most that works."""

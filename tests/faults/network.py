@@ -27,6 +27,10 @@ class Network:
         """The address of a node."""
         return f"10.97.0.{node + 1}"
 
+    def holder(self, node: int) -> str:
+        """The process whose network namespace is a node's."""
+        return self.nodes[node][2]
+
     def cut_off(self, node: int) -> None:
         """Forward nothing from or to a node any more; its link stays up, and no peer answers."""
         run(self.switch, f"ip link set port{node} nomaster")
@@ -98,8 +102,8 @@ def network_of(nodes: int) -> Iterator[Network]:
         if subprocess.run(bridge, capture_output=True, timeout=LIMIT_S).returncode:
             pytest.skip("this kernel has no bridge between network namespaces")
         run(network.switch, "ip link set switch up")
-        for node, enter in enumerate(network.nodes):
-            cable = f"ip link add port{node} type veth peer name cable netns {enter[2]}"
+        for node in range(nodes):
+            cable = f"ip link add port{node} type veth peer name cable netns {network.holder(node)}"
             run(network.switch, cable)
             run(network.switch, f"ip link set port{node} master switch up")
             set_up(network, node, cable="cable")

@@ -65,18 +65,18 @@ class Nodes:
 
 @contextmanager
 def warm_nodes(number: int, preload: tuple[str, ...], folder: Path) -> Iterator[Nodes]:
-    """Make the namespaces, and start the zygotes, which import once for many jobs."""
+    """Make the namespaces, and start the zygotes, for which one process imports, for many jobs."""
     with network_of(number) as network, ExitStack() as stack:
         sockets = tuple(folder / f"zygote-{node}.sock" for node in range(number))
-        for enter, socket in zip(network.nodes, sockets, strict=True):
-            command = [sys.executable, "-W", "ignore", "-m", "elaswave_plugin.trainer.zygote"]
-            command += [f"--socket={socket}", f"--preload={','.join(preload)}"]
-            process = subprocess.Popen([*enter, *command], env=environment())
-            stack.callback(process.wait, START_S)
-            stack.callback(process.terminate)
+        places = [f"{network.holder(node)}={socket}" for node, socket in enumerate(sockets)]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.faults.node_zygotes"]
+        process = subprocess.Popen([*command, ",".join(preload), *places], env=environment())
+        stack.callback(process.wait, START_S)
+        stack.callback(process.terminate)
         deadline_s = time.monotonic() + START_S
         while not all(socket.exists() for socket in sockets):
-            assert time.monotonic() < deadline_s, "a zygote did not start"
+            assert process.poll() is None, "a zygote did not start"
+            assert time.monotonic() < deadline_s, "the zygotes did not start in time"
             time.sleep(0.05)
         yield Nodes(network, sockets)
 

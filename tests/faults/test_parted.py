@@ -15,6 +15,19 @@ from tests.sample import sampled
 
 # The limit of the issue, after the network is whole again.
 BACK_WITHIN_S = 30.0
+# Until the lost worker is back, steps take a while without computing: the job outlasts the cut.
+PACE_S = 0.25
+PACED = f"""
+import time
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+begin_now, back = GuardedSteps.begin, []
+def begin_slowly(self):
+    begin_now(self)
+    if not back:
+        back[:] = ["back"] * ('"entered"' in open(self.worker.events.path).read())
+        time.sleep({PACE_S})
+GuardedSteps.begin = begin_slowly
+"""
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +37,10 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         yield made
 
 
+# Three real cuts in each part, with the one below; tests/core/test_agreement_cuts.py has others in
+# virtual time, in any order of what is said and heard.
 @proves(Kind.LINK, Promise.EQUAL)
-@pytest.mark.parametrize("case", sampled(cases(), most=14), ids=str)
+@pytest.mark.parametrize("case", sampled(cases(), most=2), ids=str)
 @pytest.mark.timeout(200)
 def test_a_pair_parted_silently_loses_one_of_the_two(
     nodes: Nodes, data: Path, tmp_path: Path, run: Launch, made: dict[JobSpec, Outcome], case: Case
@@ -42,18 +57,19 @@ def test_a_pair_parted_silently_loses_one_of_the_two(
 
 @proves(Kind.LINK, Promise.EQUAL)
 @pytest.mark.parametrize(
-    ("cut_s", "steps"),
+    "cut_s",
     [
-        (8.0, 500),
-        pytest.param(45.0, 1200, marks=pytest.mark.slow),
-        pytest.param(130.0, 2600, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        8.0,
+        pytest.param(45.0, marks=pytest.mark.slow),
+        pytest.param(130.0, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
 @pytest.mark.timeout(500)
 def test_who_was_given_up_comes_back_when_the_network_heals(
-    nodes: Nodes, data: Path, tmp_path: Path, reference: Reference, cut_s: float, steps: int
+    nodes: Nodes, data: Path, tmp_path: Path, reference: Reference, cut_s: float
 ) -> None:
-    spec = replace(JOBS["dp4"], steps=steps, respawn=1, dump="last")
+    steps = int((cut_s + BACK_WITHIN_S) / PACE_S)
+    spec = replace(JOBS["dp4"], steps=steps, respawn=1, dump="last", sabotage=PACED)
     cut = Cut(pair=(2, 3), phase="backward", heals_after_s=cut_s)
     parted = run_parted(spec, cut, nodes, data=data, directory=tmp_path)
     check_parted(parted, cut)
@@ -71,7 +87,7 @@ def test_who_was_given_up_comes_back_when_the_network_heals(
         assert told == {(2, 3), (3, 2)}
     assert "nothing of node 2 is heard here" in parted.run.output
     assert "node 2 is heard here again" in parted.run.output
-    assert parted.run.trace() == reference(replace(spec, nodes=1, respawn=0)).trace()
+    assert parted.run.trace() == reference(replace(spec, nodes=1, respawn=0, sabotage="")).trace()
 
 
 @pytest.fixture(scope="module")

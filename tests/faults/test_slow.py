@@ -3,8 +3,6 @@
 import re
 from dataclasses import replace
 
-import pytest
-
 from elaswave_plugin.core.planner.payback import STEPS_TO_JUDGE
 from elaswave_plugin.core.planner.slow import SHORTEST
 from tests.faults.conftest import Launch, Reference
@@ -132,7 +130,6 @@ def test_work_that_made_steps_longer_is_taken_back(run: Launch, reference: Refer
 
 
 @proves(Kind.SLOW, Promise.EQUAL)
-@pytest.mark.slow
 def test_the_stage_of_a_slow_worker_has_fewer_layers(run: Launch, reference: Reference) -> None:
     slowed = run(replace(PP2, slow_workers="act", sabotage=emulated(0.01, 5.0)))
     check_equal(slowed, reference(PP2))
@@ -144,7 +141,6 @@ def test_the_stage_of_a_slow_worker_has_fewer_layers(run: Launch, reference: Ref
 
 
 @proves(Kind.SLOW, Promise.EQUAL)
-@pytest.mark.slow
 def test_a_slow_worker_is_only_named_where_that_was_asked_for(
     run: Launch, reference: Reference
 ) -> None:
@@ -158,7 +154,6 @@ def test_a_slow_worker_is_only_named_where_that_was_asked_for(
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="18:backward")
-@pytest.mark.slow
 def test_who_comes_back_learns_who_is_slow(run: Launch, reference: Reference) -> None:
     spec = JobSpec(nproc=3, steps=32, global_batch=12, options=(*TINY, "--num-layers=1"))
     slow = {"slow_workers": "act", "sabotage": emulated(0.016, 3.0, until=spec.steps)}

@@ -150,7 +150,6 @@ def test_a_loss_before_the_first_seal_has_slurm_start_the_job_again(
         assert run.trace() == reference(spec).trace()
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_bad_input_is_not_tried_again(slurm: Slurm, data: Path, tmp_path: Path) -> None:
     spec = replace(SPEC, nodes=3, script="nowhere.py")

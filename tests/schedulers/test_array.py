@@ -76,7 +76,6 @@ def test_slurm_brings_a_lost_node_back_and_it_joins(
     assert check_back(job.outcome(), reference)[1] == [0, 1]
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.NODE_RETURN, Promise.EQUAL)
 def test_a_task_whose_launcher_is_killed_is_queued_again_and_joins(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
@@ -93,7 +92,6 @@ def test_a_task_whose_launcher_is_killed_is_queued_again_and_joins(
     assert check_back(job.outcome(), reference)[1] == [0, 1]
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.LEAVE, Promise.EQUAL)
 def test_a_preempted_task_leaves_between_two_steps_and_joins_again(
     slurm: Slurm,
@@ -122,7 +120,6 @@ def test_a_preempted_task_leaves_between_two_steps_and_joins_again(
     check_back(run, reference)
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.LEAVE, Promise.EQUAL)
 def test_scancel_of_a_task_takes_its_node_and_not_the_job(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference

@@ -34,7 +34,6 @@ def wait_for_step(slurm: Slurm, job: Submitted, step: int) -> None:
         time.sleep(0.02)  # the file is all that a running job shows
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.NOTHING, Promise.EQUAL)
 def test_srun_with_one_task_a_worker(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
@@ -63,7 +62,6 @@ def test_srun_does_not_see_the_loss_of_a_trainer(
     assert 0 <= max(r["step"] for r in run.files.steps if r["slot"] == 3) < SPEC.steps - 1
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.SUSPEND, Promise.EQUAL)
 def test_scontrol_suspend_and_resume(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
@@ -94,7 +92,6 @@ def test_scontrol_suspend_and_resume(
     assert max(b - a for a, b in itertools.pairwise(times)) > SUSPENDED_S
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.SIGNAL, Promise.CLEAN)
 def test_scancel_leaves_nothing(slurm: Slurm, data: Path, tmp_path: Path) -> None:
     in_memory = set(os.listdir("/dev/shm"))
@@ -112,7 +109,6 @@ def test_scancel_leaves_nothing(slurm: Slurm, data: Path, tmp_path: Path) -> Non
     assert left_in_shared_memory(in_memory) == set()
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.NODE, Promise.EQUAL, victim="2")
 def test_a_lost_node_ends_neither_the_job_nor_the_step(
     slurm: Slurm, data: Path, tmp_path: Path, reference: Reference
@@ -144,7 +140,6 @@ def test_a_lost_node_ends_neither_the_job_nor_the_step(
     assert "StepId=0 on failed node n3" in slurm.log()
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_the_exit_code_of_bad_input_reaches_slurm(slurm: Slurm, data: Path, tmp_path: Path) -> None:
     spec = replace(SPEC, nodes=4, script="nowhere.py")
@@ -154,7 +149,6 @@ def test_the_exit_code_of_bad_input_reaches_slurm(slurm: Slurm, data: Path, tmp_
     assert "elaswave_plugin.run: script 'nowhere.py' is no file" in job.output
 
 
-@pytest.mark.slow  # `make slurm`
 @proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_batch_script_is_no_task_of_srun(slurm: Slurm, data: Path, tmp_path: Path) -> None:
     """It has the number of a task, and of tasks, too."""
