@@ -21,7 +21,8 @@ def sources(*folders: str) -> list[Path]:
 
 
 def texts() -> list[Path]:
-    pages = [path for path in ROOT.rglob("*.md") if not set(path.parts) & {".venv", "out"}]
+    others = {".venv", ".venv312", "out"}
+    pages = [path for path in ROOT.rglob("*.md") if others.isdisjoint(path.parts)]
     return [*sources(*OURS), ROOT / "setup.py", ROOT / "Makefile", ROOT / "pyproject.toml", *pages]
 
 
