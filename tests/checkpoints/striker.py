@@ -7,7 +7,7 @@ import re
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,35 +15,9 @@ import psutil
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 
-LIMIT_S = 90.0
+LIMIT_S, POLL_S = 90.0, 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The names that a framework gives to saves: folders, the tracker, files of data."""
-
-    folder: str
-    tracker: str
-    data: str
-    # Whether all of four workers' data is in a folder.
-    is_written: Callable[[Path], bool]
-
-
-def _has_every_shard(folder: Path) -> bool:
-    """Return whether every shard is whole: torch.save writes zip archives, whose end comes last."""
-    files = [*folder.glob("*.pt")]
-    shards = [file for file in files if file.name.endswith("optim_states.pt")]
-    return len(shards) == 4 and all(map(zipfile.is_zipfile, files))
-
-
-MEGATRON = Kind(
-    folder="iter_{:07d}",
-    tracker="latest_checkpointed_iteration.txt",
-    data=".distcp",
-    is_written=lambda folder: (folder / "metadata.json").exists(),
-)
-DEEPSPEED = Kind(folder="global_step{}", tracker="latest", data=".pt", is_written=_has_every_shard)
-TRACKER = MEGATRON.tracker
 # As Megatron-LM saves by default: every replica writes a part.
 FULLY_PARALLEL = """
 import functools
@@ -60,38 +34,50 @@ def fully_parallel(state, folder):
     return save(state, folder, strategy)
 dist_checkpointing.save = fully_parallel
 """
-# As on slow storage: a writer has a part of its file, and is not done with it.
-SLOW_STORAGE = """
-import functools, time
+# A writer that has a part of its file, and one that has all and not the name yet, stay there in the
+# saves that are struck, until the kill, or so long.
+HOLD = """
+import functools, os, re, time
+def hold(path, point):
+    for number in map(int, re.findall(r"{number}", str(path))):
+        mark = os.path.join({directory!r}, "struck-%d" % number)
+        deadline_s = time.monotonic() + {limit_s}
+        while point in {points}.get(number, "") and not os.path.exists(mark):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.002)  # the file is all that the striker and the writers share
+"""
+HOLD_MEGATRON = """
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 write_item = filesystem_async._write_item
 @functools.wraps(write_item)
-def slowly(*args, **kwargs):
+def write_and_hold(*args, **kwargs):
     result = write_item(*args, **kwargs)
-    if not done:
-        done.append(True)
-        next(one for one in args if hasattr(one, "flush")).flush()
-        time.sleep(0.3)
+    stream = next(one for one in args if hasattr(one, "flush"))
+    if stream.name not in held:
+        held.add(stream.name)
+        stream.flush()
+        hold(stream.name, "part")
     return result
-done, save_config = [], serialization.save_config
-def save_config_slowly(*args):
-    save_config(*args)
-    time.sleep(0.3)
-serialization.save_config = save_config_slowly
-filesystem_async._write_item = slowly
+held, save_config = set(), serialization.save_config
+def save_config_and_hold(config, folder):
+    save_config(config, folder)
+    hold(folder, "all")
+serialization.save_config = save_config_and_hold
+filesystem_async._write_item = write_and_hold
 """
 # The same for whatever torch.save writes for DeepSpeed, and for the name that it gets then.
-SLOW_TORCH_SAVE = """
-import io, pathlib, time, torch
+HOLD_DEEPSPEED = """
+import io, pathlib, torch
 rename = pathlib.Path.rename
-def rename_slowly(self, target):
+def hold_and_rename(self, target):
     if self.is_dir():
-        time.sleep(0.3)
+        hold(self, "all")
     return rename(self, target)
-pathlib.Path.rename = rename_slowly
+pathlib.Path.rename = hold_and_rename
 save = torch.save
-def slowly(obj, path, *args, **kwargs):
+def save_and_hold(obj, path, *args, **kwargs):
     if not str(path).endswith("_states.pt"):
         return save(obj, path, *args, **kwargs)
     written = io.BytesIO()
@@ -100,10 +86,61 @@ def slowly(obj, path, *args, **kwargs):
     with open(path, "wb") as file:
         file.write(data[: len(data) // 2])
         file.flush()
-        time.sleep(0.3)
+        hold(path, "part")
         file.write(data[len(data) // 2 :])
-torch.save = slowly
+torch.save = save_and_hold
 """
+# Where writers stay, for each moment of a strike.
+POINTS = {"open": "part", "exists": "part", "named": "all"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The names that a framework gives to saves: folders, the tracker, files of data."""
+
+    folder: str
+    # The number of a save in a path, as a pattern.
+    number: str
+    tracker: str
+    data: str
+    # Statements that have a writer stay at HOLD's two points.
+    holds: str
+    # Whether all of four workers' data is in a folder.
+    is_written: Callable[[Path], bool]
+
+    def held(self, points: Mapping[int, str], directory: Path, limit_s: float = LIMIT_S) -> str:
+        """Return the statements by which a worker's writers stay at these points of saves.
+
+        ``points``: by the number of the save, the words "part" and "all".
+        """
+        values = {"points": dict(points), "directory": str(directory), "limit_s": limit_s}
+        return HOLD.format(number=self.number, **values) + self.holds
+
+
+def _has_every_shard(folder: Path) -> bool:
+    """Return whether every shard is whole: torch.save writes zip archives, whose end comes last."""
+    files = [*folder.glob("*.pt")]
+    shards = [file for file in files if file.name.endswith("optim_states.pt")]
+    return len(shards) == 4 and all(map(zipfile.is_zipfile, files))
+
+
+MEGATRON = Kind(
+    folder="iter_{:07d}",
+    number=r"iter_(\d{7})",
+    tracker="latest_checkpointed_iteration.txt",
+    data=".distcp",
+    holds=HOLD_MEGATRON,
+    is_written=lambda folder: (folder / "metadata.json").exists(),
+)
+DEEPSPEED = Kind(
+    folder="global_step{}",
+    number=r"global_step(\d+)",
+    tracker="latest",
+    data=".pt",
+    holds=HOLD_DEEPSPEED,
+    is_written=_has_every_shard,
+)
+TRACKER = MEGATRON.tracker
 
 
 @dataclass(slots=True)
@@ -133,7 +170,7 @@ class Striker:
     """Watches one job's run directory and the folder that it saves to."""
 
     def __init__(self, directory: Path, saves: Path, kind: Kind = MEGATRON) -> None:
-        self._saves, self._kind = saves, kind
+        self._directory, self._saves, self._kind = directory, saves, kind
         self._events = Tail(directory / EVENTS_FILE)
         self._pids: dict[int, int] = {}
 
@@ -144,17 +181,21 @@ class Striker:
             while running() and not strike.fired:
                 assert time.monotonic() < deadline_s, f"no moment for {strike}"
                 self._learn()
-                if self._is_time(strike):
+                if not self._is_time(strike):
+                    time.sleep(POLL_S)  # the files are all that a job shows, and it needs the cores
+                else:
                     strike.pid = self._pids[strike.slot]
                     strike.bytes_written = self._written(strike.iteration)
                     os.kill(strike.pid, signal.SIGKILL)
                     strike.fired = True
+                    (self._directory / f"struck-{strike.iteration}").touch()
 
     def await_save(self, iteration: int, running: Callable[[], bool]) -> None:
         """Wait for the first bytes of a save."""
         deadline_s = time.monotonic() + LIMIT_S
         while not self._written(iteration):
             assert running() and time.monotonic() < deadline_s, f"no save of {iteration}"
+            time.sleep(POLL_S)
 
     def _learn(self) -> None:
         for event in self._events.new():

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.checkpoints.reader import differences, read_checkpoint
-from tests.checkpoints.striker import MEGATRON, TRACKER, Kind, Strike, Striker
+from tests.checkpoints.striker import MEGATRON, POINTS, TRACKER, Kind, Strike, Striker
 from tests.faults.harness import JobSpec, Outcome, Zygote, started
 
 # Of Megatron-LM's arguments, which it saves: who wrote, and where.
@@ -25,9 +26,11 @@ def struck(
     directory: Path,
     kind: Kind = MEGATRON,
 ) -> Outcome:
-    """Run a job and carry out the kills."""
+    """Run a job and carry out the kills; writers of a save await the one that is to strike them."""
     began_s = time.monotonic()
-    with started(spec, zygote=zygote, data=data, directory=directory) as (launcher,):
+    points = {strike.iteration: POINTS[strike.moment] for strike in strikes}
+    held = replace(spec, sabotage=spec.sabotage + kind.held(points, directory)) if points else spec
+    with started(held, zygote=zygote, data=data, directory=directory) as (launcher,):
         Striker(directory, saves, kind).strike_all(strikes, lambda: launcher.poll() is None)
         code = launcher.wait(120)
     return Outcome(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints.striker import DEEPSPEED, SLOW_TORCH_SAVE, Strike, plan
+from tests.checkpoints.striker import DEEPSPEED, Strike, plan
 from tests.checkpoints.struck import losses, struck
 from tests.deepspeed.checkpoints import State, convert, merged, parts, same
 from tests.deepspeed.conftest import Launch
@@ -21,12 +21,12 @@ STEPS, STRUCK = 9, range(1, 9)
 STAGES, MOMENTS = (1, 2, 3), ("open", "exists", "named")
 
 
-def spec_of(stage: int, folder: Path, **more: object) -> EngineSpec:
-    """A checkpoint after each of nine steps."""
+def spec_of(stage: int, folder: Path, steps: int = STEPS, **more: object) -> EngineSpec:
+    """A checkpoint after each step."""
     return EngineSpec(
         script=str(SCRIPTS / "saving.py"),
         stage=stage,
-        steps=STEPS,
+        steps=steps,
         options=(f"--save={folder}", "--every=1"),
         dump="never",
         **more,
@@ -39,13 +39,15 @@ Saved = Callable[..., tuple[Outcome, Path]]
 @pytest.fixture(scope="module")
 def planned(run: Launch, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A run that nothing disturbs but planned departures, and its folder; each is made once."""
-    made: dict[tuple[int, tuple[str, ...]], tuple[Outcome, Path]] = {}
+    made: dict[tuple[int, tuple[str, ...], int], tuple[Outcome, Path]] = {}
 
-    def made_once(stage: int, changes: tuple[str, ...] = ()) -> tuple[Outcome, Path]:
-        key = stage, changes
+    def made_once(
+        stage: int, changes: tuple[str, ...] = (), steps: int = STEPS
+    ) -> tuple[Outcome, Path]:
+        key = stage, changes, steps
         if key not in made:
             folder = tmp_path_factory.mktemp("planned")
-            made[key] = run(spec_of(stage, folder, changes=changes)), folder
+            made[key] = run(spec_of(stage, folder, steps, changes=changes)), folder
             check_survived(made[key][0])
         return made[key]
 
@@ -59,14 +61,14 @@ def strike(zygote: Zygote, tmp_path: Path) -> Saved:
     def struck_run(stage: int, strikes: list[Strike], **more: object) -> tuple[Outcome, Path]:
         saves, directory = tmp_path / "saves", tmp_path / "run"
         saves.mkdir()
-        spec = spec_of(stage, saves, sabotage=SLOW_TORCH_SAVE, **more)
+        spec = spec_of(stage, saves, **more)
         where = {"zygote": zygote, "data": directory, "directory": directory}
         run = struck(spec, strikes, saves, kind=DEEPSPEED, **where)
         assert run.returncode == 0, run.output[-4000:]
         assert all(one.fired and one.bytes_written > 0 for one in strikes), strikes
-        assert (saves / "latest").read_text() == f"global_step{STEPS}"
+        assert (saves / "latest").read_text() == f"global_step{spec.steps}"
         # The checkpoints and nothing else: no half of one, no former one.
-        wanted = {f"global_step{step}" for step in range(1, STEPS + 1)}
+        wanted = {f"global_step{step}" for step in range(1, spec.steps + 1)}
         assert {path.name for path in saves.iterdir() if path.is_dir()} == wanted
         return run, saves
 
@@ -125,14 +127,15 @@ def test_a_kill_in_a_save_without_a_return(
 ) -> None:
     """Saves before it are as without it, those after it as where that worker left as planned."""
     strikes = plan(7 * step + stage, [step], [moment], slots=4)
-    run, saves = strike(stage, strikes)
+    steps = min(STEPS, step + 2)
+    run, saves = strike(stage, strikes, steps=steps)
     check_survived(run)
     _, reference = planned(stage)
-    twin, twin_folder = planned(stage, (f"{strikes[0].slot}@{step}",))
+    twin, twin_folder = planned(stage, (f"{strikes[0].slot}@{step}",), steps)
     for earlier in range(1, step):
         check_files(saves, reference, earlier, writers=4)
     check_redone(saves, reference, step, tmp_path)
-    for later in range(step + 1, STEPS + 1):
+    for later in range(step + 1, steps + 1):
         check_files(saves, twin_folder, later, writers=3)
     assert losses(run) == losses(twin)
 
@@ -147,7 +150,7 @@ def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
     The losses that follow are those after the undisturbed run's checkpoint of the same step.
     """
     step, tag = 4, "global_step4"
-    _, saves = strike(stage, plan(4, [step], ["open"], slots=4))
+    _, saves = strike(stage, plan(4, [step], ["open"], slots=4), steps=step + 1)
     _, reference = planned(stage)
 
     def loaded(folder: Path, settings: dict[str, object]) -> Outcome:

@@ -12,7 +12,7 @@ import pytest
 
 from elaswave_plugin.checkpoints.torch_dist import flaw_of
 from tests.checkpoints.reader import differences, read_checkpoint
-from tests.checkpoints.striker import FULLY_PARALLEL, SLOW_STORAGE, TRACKER, Striker, plan
+from tests.checkpoints.striker import FULLY_PARALLEL, MEGATRON, TRACKER, Striker, plan
 from tests.checkpoints.struck import check_saves, losses, struck
 from tests.faults.conftest import Launch
 from tests.faults.harness import (
@@ -39,9 +39,7 @@ LAYOUTS = {
 
 def spec_of(layout: str, saves: Path) -> JobSpec:
     options = (*LAYOUTS[layout], f"--save={saves}", "--save-interval=1")
-    return JobSpec(
-        steps=STEPS, options=options, sabotage=FULLY_PARALLEL + SLOW_STORAGE, dump="never"
-    )
+    return JobSpec(steps=STEPS, options=options, sabotage=FULLY_PARALLEL, dump="never")
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +131,10 @@ def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
         saves, directory = tmp_path / f"saves-{number}", tmp_path / f"run-{number}"
         saves.mkdir()
         iteration, delay_s = dice.randrange(2, 5), dice.uniform(0, 0.5)
-        with started(
-            spec_of("dp4", saves), zygote=zygote, data=data, directory=directory
-        ) as launchers:
+        # As on slow storage: at either point it is for 0.3 s.
+        slow = MEGATRON.held({iteration: "part all"}, directory, limit_s=0.3)
+        spec = replace(spec_of("dp4", saves), sabotage=FULLY_PARALLEL + slow)
+        with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
             striker = Striker(directory, saves)
             striker.await_save(iteration, lambda: launchers[0].poll() is None)
             time.sleep(delay_s)  # the moment is to be random
@@ -230,7 +229,7 @@ def test_a_save_that_the_storage_fails_is_told_and_the_job_goes_on(
     saves = tmp_path / "saves"
     saves.mkdir()
     spec = spec_of("dp4", saves)
-    spec = replace(spec, sabotage=FULLY_PARALLEL + sabotage)
+    spec = replace(spec, sabotage=spec.sabotage + sabotage)
     run = struck(spec, [], saves, zygote=zygote, data=data, directory=tmp_path / "run")
     assert run.returncode == 0, run.output[-4000:]
     (failed,) = run.events("save_failed")

@@ -11,7 +11,7 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import ScriptSpec, needs_repository, printed
 from tests.checkpoints.disks import mounted
-from tests.checkpoints.striker import SLOW_STORAGE, plan
+from tests.checkpoints.striker import plan
 from tests.checkpoints.struck import check_saves, losses, struck
 from tests.faults.harness import Outcome, Zygote
 from tests.proofs import Kind, Promise, proves
@@ -32,9 +32,7 @@ Saved = tuple[Outcome, Path]
 def spec_of(layout: str, saves: Path, script: Path) -> ScriptSpec:
     options = (*ScriptSpec().options, *LAYOUTS[layout])
     options += ("--save", str(saves), "--save-interval", "1")
-    return ScriptSpec(
-        steps=STEPS, options=options, sabotage=SLOW_STORAGE, dump="never", script=str(script)
-    )
+    return ScriptSpec(steps=STEPS, options=options, dump="never", script=str(script))
 
 
 @pytest.fixture(scope="module")
