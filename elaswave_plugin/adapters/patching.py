@@ -38,7 +38,7 @@ class PatchRecord:
     ``parameters`` is the fingerprint: the names in the target's signature, None where it has none;
     ``elsewhere`` has those of ranges of versions in which it is another one; versions in ``gone``
     have no such target and need no patch; ``hook`` is set in place of the replacement where the
-    source has it.
+    source has it. ``of_instances``: only instances have the attribute, and ``make`` is given None.
     """
 
     target: str
@@ -50,6 +50,7 @@ class PatchRecord:
     elsewhere: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gone: str | None = None
     hook: Hook | None = None
+    of_instances: bool = False
 
     def __str__(self) -> str:
         return f"{self.target} ({self.distribution} {self.valid}): {self.reason}"
@@ -57,6 +58,12 @@ class PatchRecord:
     def locate(self) -> tuple[Any, str]:
         """The object that holds the attribute, and the attribute's name."""
         return _locate(self.target)
+
+    @property
+    def native(self) -> Any:
+        """The present attribute; raises ImportError or AttributeError where nothing is."""
+        owner, name = self.locate()
+        return None if self.of_instances else getattr(owner, name)
 
     @property
     def point(self) -> Hook:
@@ -112,8 +119,7 @@ class PatchRecord:
 
     def _found(self, installed: str) -> Any:
         try:
-            owner, name = self.locate()
-            return getattr(owner, name)
+            return self.native
         except (ImportError, AttributeError) as error:
             raise PatchMismatchError(
                 f"{self.target} does not exist in {self.distribution} {installed} ({error}), and "
@@ -176,7 +182,7 @@ class PatchSet:
             for record in there:
                 point = record.point
                 owner, name = _locate(point.place)
-                replacement = point.make(getattr(*record.locate()))
+                replacement = point.make(record.native)
                 self._originals.append((owner, name, vars(owner).get(name, _ABSENT)))
                 setattr(owner, name, replacement)
         except BaseException:

@@ -1,30 +1,25 @@
 """Finds the line of a script whose numbers follow the number of workers."""
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
 
-# What a script asks through: the width, or a sum or list of what the workers have.
-_ASKED = (
-    *("get_world_size", "num_processes", "world_size", "size"),
-    *("get_data_parallel_world_size", "_get_data_parallel_world_size"),
-    *("all_reduce", "all_reduce_coalesced", "inference_all_reduce", "reduce", "allreduce"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"),
-    *("all_gather_object", "gather", "gather_object", "gather_for_metrics"),
-    # Of micro-batches, as forward_backward of Megatron-Core returns them.
-    "losses",
-)
-_THROUGH = (
-    *("torch.", "deepspeed.comm.", "deepspeed.utils.", "accelerate."),
-    *("transformers.training_args.", "typing_extensions.", "megatron.core.parallel_state."),
+# Names by which a script asks for the width, or for a sum or list of what the workers have; the
+# last one is of micro-batches, as forward_backward of Megatron-Core returns them.
+_ASKED = re.compile(
+    r"_?(nested_|inference_)?(all_?)?(gather|reduce)(_scatter)?"
+    r"(_(tensor|into_tensor|object|coalesced|for_metrics|autograd|base|fn))*"
+    r"|_?(get_)?(\w*data_parallel_|(seq_)?dp_)?world_size|num_processes|size|get_pg_size"
+    r"|get_process_group_ranks|get_total_train_batch_size|distributed_concat|losses"
 )
 # Decorators of these.
 _WRAPPERS = ("wrapper", "log_wrapper", "decorate_context")
-_OWN = ("elaswave_plugin.",)
+_OURS = "elaswave_plugin."
 # Of these, whatever else asks does so for its own work.
 _FRAMEWORKS = (
-    *(*_OWN, "torch.", "deepspeed.", "accelerate.", "transformers.", "trl.", "peft."),
-    "megatron.core.",
+    *(_OURS, "torch.", "deepspeed.", "accelerate.", "transformers.", "trl.", "peft."),
+    *("megatron.", "typing_extensions."),
 )
 
 
@@ -35,17 +30,15 @@ def asking_line(call: str | None = None) -> str | None:
     """
     frame: FrameType | None = sys._getframe()
     named = ""
-    while frame is not None and _module_of(frame).startswith(_OWN):
-        named, frame = frame.f_code.co_name, frame.f_back
-    while frame is not None and _module_of(frame).startswith(_THROUGH):
-        if frame.f_code.co_name not in _WRAPPERS:
-            named = frame.f_code.co_name
+    while frame is not None and (module := _module_of(frame)).startswith(_FRAMEWORKS):
+        if not module.startswith(_OURS):
+            call = None
+        if (name := frame.f_code.co_name) not in _WRAPPERS:
+            named = call or name
         frame = frame.f_back
-    named = call or named
-    if frame is None or named not in _ASKED:
+    if frame is None or not _ASKED.fullmatch(named):
         return None
-    module = _module_of(frame)
-    if module.startswith(_FRAMEWORKS) or module.partition(".")[0] in sys.stdlib_module_names:
+    if _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({named})"
 

@@ -262,9 +262,8 @@ def _of_deepspeed() -> Iterable[Entry]:
         (of_deepspeed.stage_patches(None), "elastic, beyond the launch"),
         (of_deepspeed.accelerate_patches(None), "elastic, Accelerate"),
         (of_deepspeed.processor_patches(None), "no GPU, Accelerate"),
-        (of_deepspeed.width_patches("deepspeed", None), "elastic, a pipeline"),
+        (of_deepspeed.width_patches("deepspeed", None), "elastic"),
         (of_deepspeed.width_patches("accelerate", None), "elastic, Accelerate"),
-        (of_deepspeed.width_patches("transformers", None), "elastic, transformers.Trainer"),
         (of_deepspeed.asking_patches(), "elastic, a Trainer, after a loss"),
         (of_deepspeed.trainer_patches(None), "elastic, transformers.Trainer"),
         *(

@@ -126,7 +126,11 @@ class GroupTable:
         for name, edit in edits.items():
             self._groups[name].edit(edit.members, edit.identity)
         c10d_tables.forget_coalescing(self.groups)
-        rank_of = {slot: rank for rank, slot in enumerate(world)}
+        self.list_ranks()
+
+    def list_ranks(self) -> None:
+        """Have torch's tables list the members that the groups have now; `LinkTable.asked`."""
+        rank_of = {slot: rank for rank, slot in enumerate(self._world_ranks)}
         c10d_tables.update_ranks(
             {group: [rank_of[slot] for slot in group.members] for group in self.groups},
             self.world,

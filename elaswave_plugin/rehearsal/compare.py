@@ -23,7 +23,7 @@ _OF_PASSES = (SAMPLE, DRAW, LOSS)
 _ORDER = (
     *(SETTING, KEPT, OWN, WEIGHT, BETWEEN, SAMPLE, DRAW, LOSS, NORM, OPTIMIZER, RESULT, ENDED),
 )
-_NUMBER = re.compile(r"-?(\d[\d.e+-]*|inf|nan)|True|False")
+_NUMBER = re.compile(r"\(?-?(\d[\d.e+/j-]*|inf|nan)\)?|True|False")
 
 
 class Moment(NamedTuple):
@@ -197,6 +197,18 @@ class Reference:
         """Plain values of the script that differ."""
         return _differing(self._notes, run.notes())
 
+    def far_results(self, run: RunRecords, bound: float) -> list[Difference]:
+        """List numbers that work between steps returned, and that are off by more than ``bound``.
+
+        It is relative to what this run has.
+        """
+        far = (
+            one
+            for one in run.values()
+            if one[1].kind == RESULT and _is_far(one[3], self._common.get(one[:2]), bound)
+        )
+        return _differing(self._common, far)
+
     def of_newcomers(self, run: RunRecords) -> list[Difference]:
         """List numbers of the script that a worker which came back has otherwise, each once.
 
@@ -221,7 +233,8 @@ class Reference:
 
     def restricted(self, twin: RunRecords) -> "Reference":
         """The values of the twin, for all that is alike on all workers in the undisturbed run."""
-        names = {what for _, what in self._common}
+        # Results of evaluations are sums in another order where they meet a loss: `far_results`.
+        names = {what for _, what in self._common if what.kind != RESULT}
         restricted = object.__new__(Reference)
         found = _common(twin.values())
         restricted._common = {
@@ -270,6 +283,14 @@ def _differing(
         )
         for key in ordered
     ]
+
+
+def _is_far(value: Any, wanted: Any, bound: float) -> bool:
+    try:
+        one, other = float(value), float(wanted)
+    except (TypeError, ValueError):
+        return False
+    return abs(one - other) > bound * abs(other) > 0
 
 
 def _numbers(kind: str, *both: Any) -> tuple[str, ...]:

@@ -38,6 +38,9 @@ from elaswave_plugin.tracking.state_dump import (
 
 _FILES = ("events.jsonl", "steps.jsonl", "ledger.jsonl")
 _MOST_NOTES = 8
+# Relative differences of an evaluation's number: of sums in another order, and in units of the
+# largest one of a step's loss.
+_OF_ORDER, _MOST_DRAWN = 1e-5, 10
 # Kinds whose names are those of a script's own variables and settings.
 _SET_BY_SCRIPTS = (OWN, SETTING, KEPT)
 
@@ -163,6 +166,7 @@ def judge(
         reference = reference.restricted(other.records)
         records = left.final_records
         found += _ended_early(twin[1], other, "the run with the changes as planned")
+        found += _of_results(records, undisturbed, left=left, twin=other)
     found += _ended_early(ended, left, "the job")
     found += reference.differences(records)
     if not ended.exit_code:
@@ -185,6 +189,20 @@ def judge(
         of_newcomers=tuple(_placed(one, records.files) for one in newcomers),
         largest_loss_difference=_largest(left, undisturbed.left),
     )
+
+
+def _of_results(
+    records: RunRecords, undisturbed: Undisturbed, *, left: RunLeft, twin: RunLeft
+) -> list[Difference]:
+    """Numbers of evaluations off by more than an order of sums, or than draws of other shares.
+
+    A number that follows the workers does so in the twin too: one that lacks a worker of the launch
+    is off by its part.
+    """
+    steps = _largest(left, undisturbed.left) or 0.0
+    bound = max(1 / (2 * undisturbed.facts.width), _MOST_DRAWN * steps)
+    found = Reference(twin.records).far_results(records, _OF_ORDER)
+    return found or undisturbed.reference.far_results(records, bound)
 
 
 def _ended_early(ended: Ended, left: RunLeft, who: str) -> list[Difference]:

@@ -8,10 +8,18 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
+from numbers import Number
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import (
+    FrameType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -27,7 +35,7 @@ _FRAMEWORKS = ("torch", "megatron", "deepspeed", "numpy", "elaswave_plugin", "tr
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # How far objects of libraries are passed through, and what in them: a trainer's callbacks.
 _THROUGH, _FEW = 3, 100
-Plain = bool | int | float | str | None
+Plain = Number | str | None
 
 
 class Found:
@@ -50,6 +58,8 @@ class Found:
 
     def look(self, name: str, value: Any, depth: int = 0) -> None:
         """Note a value, and what is in it."""
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, Plain):
             if len(self.values) < _MOST and not (isinstance(value, str) and len(value) > 200):
                 self.values[name] = value
@@ -86,6 +96,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".state_dict()", value.state_dict()
     elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", one) for key, one in _first(list(value.items())))
+    elif isinstance(value, Set):
+        yield ".__len__()", len(value)
+    elif isinstance(value, SimpleNamespace):
+        yield from _of_dict(value)
     elif isinstance(value, list | tuple | deque):
         yield from ((f"[{number}]", one) for number, one in enumerate(_first(list(value))))
     elif isinstance(value, FunctionType):
@@ -100,7 +114,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{name}", one) for name, one in items if not name.startswith("__"))
     elif _is_of_the_script(value):
         yield ".__class__", type(value)
-        yield from ((f".{name}", one) for name, one in list(getattr(value, "__dict__", {}).items()))
+        yield from _attributes_of(value)
     else:
         yield from _held_by(value, _THROUGH)
 
@@ -112,12 +126,28 @@ def _held_by(value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, ModuleType | type | torch.Tensor) or _is_of_a_framework(value):
         return
     else:
-        parts = ((f".{name}", one) for name, one in list(getattr(value, "__dict__", {}).items()))
+        parts = _of_dict(value)
     for name, one in parts:
         if _is_of_the_script(one):
             yield name, one
         elif depth:
             yield from ((name + part, inner) for part, inner in _held_by(one, depth - 1))
+
+
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object has in its dict, and in the slots of its classes."""
+    slots = [
+        name
+        for one in type(value).__mro__
+        for name, member in vars(one).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    ]
+    yield from ((f".{name}", getattr(value, name)) for name in slots)
+    yield from _of_dict(value)
+
+
+def _of_dict(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((f".{name}", one) for name, one in list(getattr(value, "__dict__", {}).items()))
 
 
 def _is_of_the_script(value: Any) -> bool:

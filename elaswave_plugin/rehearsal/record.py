@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.reach import (
     Found,
+    Plain,
     attributes,
     frames_of_the_script,
     modules_of_the_script,
@@ -106,7 +108,7 @@ class Recorder:
                 "kept": kept,
                 "draws": self._drawn_by_body(step),
                 "script": found.tensors,
-                "values": {name: repr(value) for name, value in found.values.items()},
+                "values": {name: _said_plain(value) for name, value in found.values.items()},
             },
         )
 
@@ -226,6 +228,10 @@ def _shown(value: Any) -> str:
         value = value.item()
     text = repr(value)
     return text if len(text) <= _LONGEST else plain_digest(value)
+
+
+def _said_plain(value: Plain) -> str:
+    return str(value) if isinstance(value, Number) else repr(value)
 
 
 def plain_digest(value: Any) -> str:

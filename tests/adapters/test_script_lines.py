@@ -34,6 +34,18 @@ LOGGED = (*TORCH, "torch.distributed.c10d_logger:wrapper")
         ((*LOGGED, "deepspeed.comm.comm:all_reduce", "train:main"), "train.py:2 (all_reduce)"),
         ((*LOGGED, "accelerate.utils.operations:gather", "train:main"), "train.py:2 (gather)"),
         ((GROUP, "train:main"), "train.py:2 (allreduce)"),
+        # By what the script has called, whatever that has called.
+        (
+            (*TORCH, "torch.distributed._functional_collectives:all_gather_tensor", "train:main"),
+            "train.py:2 (all_gather_tensor)",
+        ),
+        (
+            (*LOGGED, "transformers.trainer_pt_utils:distributed_concat", "train:main"),
+            "train.py:2 (distributed_concat)",
+        ),
+        ((GROUP, "megatron.core.utils:get_pg_size", "train:main"), "train.py:2 (get_pg_size)"),
+        ((*LOGGED, "megatron.core.tensor_parallel:gather_from_region", "train:main"), None),
+        ((*LOGGED, "deepspeed.runtime.engine:allreduce_gradients", "train:main"), None),
         ((*LOGGED, "deepspeed.runtime.engine:step", "train:main"), None),
         ((*LOGGED, "transformers.trainer:train", "train:main"), None),
         ((*LOGGED, "accelerate.accelerator:prepare", "train:main"), None),

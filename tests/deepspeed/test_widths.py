@@ -76,7 +76,8 @@ def test_the_lines_that_follow_the_number_of_workers_are_told_once(
     for one, undisturbed in zip(found(killed)[0], found(whole)[0], strict=True):
         assert undisturbed["samples"] == spec.global_batch
         if one != undisturbed:
-            assert one["samples"] == 8
+            assert one["samples"] == one["by_engine"] == one["by_ranks"] == 8
+            assert one["compiled"] == pytest.approx(one["once"], rel=1e-6)
             assert one["evaluated"] == pytest.approx(undisturbed["evaluated"] * 2 / 3, rel=0.05)
             assert one["once"] == pytest.approx(undisturbed["mean"] * 2 / 3, rel=0.05)
     assert found(killed)[0][:3] == found(whole)[0][:3] and found(killed)[0][3]["samples"] == 8
@@ -114,7 +115,7 @@ def test_the_lines_of_a_trainer_are_told_and_its_means_are_right(
     assert not told(whole)
     one, undisturbed = found(killed)[0], found(whole)[0]
     assert one["once"] == undisturbed["once"] == undisturbed["each"] == 6 * 12
-    assert one["each"] == 2 * 12 + 4 * 8
+    assert one["each"] == one["by_state"] == one["by_trainer"] == 2 * 12 + 4 * 8
     # The step that is made again comes again.
     assert dict(means(one)) == pytest.approx(dict(means(undisturbed)), rel=1e-6)
 

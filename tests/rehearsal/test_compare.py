@@ -105,6 +105,20 @@ def test_the_result_of_an_evaluation_is_compared_with_its_numbers() -> None:
     assert one.to_json()["numbers"] == ["0.456", "0.911"]
 
 
+def test_a_result_that_follows_the_workers_is_off_also_where_the_twin_has_it() -> None:
+    """Sums in another order, texts, and losses that were drawn otherwise are not."""
+    results = {"loss": "0.9", "mean": "0.5", "none": "0.0", "text": "'a'"}
+    undisturbed = Reference(run(*(evaluated(slot, 2, **results) for slot in (0, 1))))
+    results = {"loss": "0.6", "mean": "0.5000001", "none": "0.1", "text": "'b'"}
+    twin = run(evaluated(0, 2, **results))
+    other = run(evaluated(0, 2, **{**results, "mean": "0.5000002"}))
+    assert undisturbed.restricted(twin).differences(other) == []
+    assert Reference(twin).far_results(other, 1e-5) == []
+    (one,) = undisturbed.far_results(other, 1 / 6)
+    assert str(one) == "result of loss before step 2, on worker 0 (0.6 for 0.9)"
+    assert undisturbed.far_results(other, 0.4) == []
+
+
 def test_numbers_of_who_came_back_are_named_once() -> None:
     """Not what those who stayed have as well, nor what it has only of a step that is redone."""
     values = {3: "4", 4: "5"}

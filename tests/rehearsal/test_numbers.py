@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed import hf_runs
+from tests.deepspeed.harness import SCRIPTS, EngineSpec
 from tests.faults import own_scripts
 from tests.faults.harness import JobSpec
 from tests.proofs import Kind, Promise, proves
@@ -64,3 +65,17 @@ def test_the_counters_of_a_callback_are_named_though_all_is_equal(
     print(found.output)
     (run,) = found.verdict["runs"]
     assert any("callbacks" in one["name"] for one in run["numbers_of_newcomers"])
+
+
+@proves(Kind.SABOTAGE, Promise.SEEN)
+def test_a_validation_loss_that_follows_the_workers_is_named_in_fast_mode(
+    rehearse_engine: Rehearse,
+) -> None:
+    """Though that of the planned departure follows them alike: it is made after step 3."""
+    script, options = str(SCRIPTS / "evaluating.py"), ("--every=3", "--by-launch")
+    spec = EngineSpec(script=script, nproc=3, steps=20, global_batch=12, options=options)
+    found = rehearse_engine(spec, runs=("losses",))
+    assert found.exit_code == 1, found.output
+    assert (found.first["kind"], found.first["name"]) == ("result", "of evaluation")
+    one, undisturbed = map(float, found.first["numbers"])
+    assert one == pytest.approx(undisturbed * 2 / 3, rel=0.01)

@@ -108,3 +108,34 @@ def test_the_callbacks_that_a_library_holds_are_found(script: dict[str, Any]) ->
     found = found_in("trainer", trainer)
     assert found.values["trainer.holder.callbacks[1].seen"] == 5
     assert "trainer.steps" not in found.values
+
+
+COUNTS = """
+import dataclasses, fractions, types
+import numpy as np
+
+class Slotted:
+    __slots__ = ("seen",)
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    slotted: Slotted
+    whole: int = 3
+    numpy_whole: int = np.int64(3)
+    mean: float = np.float32(0.5)
+    part: object = fractions.Fraction(3, 4)
+    samples: set = dataclasses.field(default_factory=lambda: {4, 5})
+    space: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(steps=3))
+
+counts = Counts(Slotted())
+counts.slotted.seen = 3
+"""
+
+
+def test_numbers_of_all_kinds_are_found(script: dict[str, Any]) -> None:
+    """In slots, of NumPy and of Python's own kinds; of a set how many it has."""
+    exec(COUNTS, script)
+    values = {name: str(one) for name, one in found_in("c", script["counts"]).values.items()}
+    wanted = {"c.slotted.seen": "3", "c.whole": "3", "c.numpy_whole": "3", "c.mean": "0.5"}
+    wanted |= {"c.part": "3/4", "c.samples.__len__()": "2", "c.space.steps": "3"}
+    assert wanted.items() <= values.items()

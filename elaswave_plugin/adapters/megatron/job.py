@@ -226,6 +226,8 @@ class ElasticJob:
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,
+            advice="show report.loss and what job.evaluate returns, and count "
+            "args.global_batch_size samples a step (docs/megatron_core.md)",
             concerns=lambda: not self._turns.is_working,
         )
         self._unbound = Unbound(
@@ -485,6 +487,7 @@ class ElasticJob:
         paces = zip(ranks, table[count + 1 :, :2].tolist(), strict=True)
         worker.slow_workers.compare({slot: (pace, int(n)) for slot, (pace, n) in paces if pace})
         total, weight, tokens = map(sum, zip(*reports, strict=True))
+        self._own_numbers.tell()
         return total / weight, int(tokens), norm
 
     @ends_in_a_sentence

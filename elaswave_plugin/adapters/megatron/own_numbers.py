@@ -9,21 +9,30 @@ from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
-
-_PAGE = "docs/megatron_core.md"
+from elaswave_plugin.values.gathered import gathered
 
 
 class OwnNumbers:
     """One worker's warnings of numbers that a script makes by itself; each line is told once."""
 
-    def __init__(self, worker: Worker, *, share: int, concerns: Callable[[], bool]) -> None:
-        """``share``: micro-batches of a replica at the launch.
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        share: int,
+        advice: str,
+        concerns: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``share``: micro-batches of a replica at the launch; ``advice``: what to do, and a page.
 
         ``concerns()``: whether the script is in a step, an evaluation, or between two of them.
         """
         self._worker = worker
         self._share = share
+        self._advice = advice
         self._concerns = concerns
+        # Lines that were found here, by what first, and which of all workers' were told.
+        self._lines: dict[str, str] = {}
         self._told: set[str] = set()
 
     def begin(self) -> None:
@@ -39,20 +48,25 @@ class OwnNumbers:
         return losses if self._worker.links.asked is None else Reports(losses, self.asks)
 
     def asks(self, call: str | None = None) -> None:
-        """Name the line that asks for a width, for what all workers have, or reads losses."""
+        """Note the line that asks for a width, for what all workers have, or reads losses."""
         line = asking_line(call) if self._concerns() else None
-        if line is None or line in self._told:
+        if line is not None:
+            self._lines.setdefault(line.partition(" ")[0], line)
+
+    def tell(self) -> None:
+        """Name all workers' new lines in one sentence (collective over WORLD, after a loss)."""
+        if self._flow.is_healthy:
             return
-        self._told.add(line)
-        # A script prints on the first rank or the last one, and all workers would say the same.
-        if self._worker.slot not in (self._worker.ranks[0], self._worker.ranks[-1]):
+        new = [line for line in self._lines.values() if line not in self._told]
+        lines = sorted({line for lines in gathered(new) for line in lines} - self._told)
+        self._told.update(lines)
+        if not lines or not self._worker.owns_rank_0:
             return
         sizes = " or ".join(map(str, sorted(set(self._sizes()))))
         say(
-            f"{line} may show the loss: workers run {sizes} micro-batches of a batch now "
-            f"({self._share} each at the launch), so that a mean over them, or a count by a width, "
-            "is another number; show report.loss and what job.evaluate returns, and count "
-            f"args.global_batch_size samples a step ({_PAGE})"
+            f"{', '.join(lines)} may show the loss: workers run {sizes} micro-batches of a batch "
+            f"now ({self._share} each at the launch), so that a mean over them, or a count by a "
+            f"width, is another number; {self._advice}"
         )
 
     @property

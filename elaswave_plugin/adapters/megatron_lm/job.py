@@ -19,8 +19,10 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import num_microbatches_of
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework, make_room
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
+from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_supported
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
@@ -241,6 +243,7 @@ class LmJob:
             why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
+        self._own_numbers = self._watched_numbers()
         self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
         steps = GuardedSteps(
             worker,
@@ -258,6 +261,15 @@ class LmJob:
         self._recording.patched(patched)
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
+        )
+
+    def _watched_numbers(self) -> OwnNumbers:
+        """Watch what the script's own functions ask the others for."""
+        return OwnNumbers(
+            self.worker,
+            share=self._num_microbatches // self.width,
+            advice="report what a micro-batch has by itself, which the log has the mean of "
+            "(docs/megatron_lm.md)",
         )
 
     def _tell_rank(self) -> None:
@@ -300,6 +312,7 @@ class LmJob:
 
         def attempt(iteration: int) -> StepReport | None:
             self._know_rank()
+            self._own_numbers.begin()
             self._args.curr_iteration = iteration
             rng.settle(self._seed, rng.STEP, iteration)
             if iteration in self._args.iterations_to_skip:
@@ -386,7 +399,8 @@ class LmJob:
             self._trained_from, self._trained_samples = loaders, samples
             if self.router_losses is not None:
                 self.router_losses.begin()
-        step = self.worker.completed
+        step, forward_step = self.worker.completed, kwargs.pop("forward_step_func")
+        kwargs["forward_step_func"] = without_collectives(forward_step, self.worker.links)
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
             size = self._args.micro_batch_size
@@ -416,6 +430,7 @@ class LmJob:
         pace = None if forward_only else self.worker.stopwatch.times.told_pace()
         by_microbatch = forward_only and bool(self._args.sft)
         agreed = list(self._losses.agree(reports, group, pace=pace, by_microbatch=by_microbatch))
+        self._own_numbers.tell()
         ranks = self.worker.ranks
         self.worker.slow_workers.compare(
             {ranks[rank]: one for rank, one in self._losses.paces.items()}
@@ -528,6 +543,7 @@ class LmJob:
         """Leave with the others."""
         self.run(dist.barrier)
         self._tracker.close()
+        self._own_numbers.end()
         self.worker.close()
         self.worker.groups.uninstall()
 

@@ -180,14 +180,25 @@ def route_batches(batch_of: Callable[[Any, Any], Any]) -> Callable[[], None]:
     return undo
 
 
+class _Ranks(dict[int, int]):
+    """Global ranks of a group; to list them is to ask for its size."""
+
+    def __init__(self, group: Any, members: Sequence[int]) -> None:
+        super().__init__({rank: place for place, rank in enumerate(members)})
+        self._group = group
+
+    def keys(self) -> Any:
+        """Those that `get_process_group_ranks` returns."""
+        self._group.size()
+        return super().keys()
+
+
 def update_ranks(ranks: Mapping[Any, Sequence[int]], world: Any) -> None:
-    """Give each group of c10d its global ranks in group-rank order, in the same dict objects."""
+    """Give each group of c10d its global ranks in group-rank order."""
     world_tables: Any = c10d._world
     for group, members in ranks.items():
-        table = world_tables.pg_group_ranks.get(group)
-        if table is not None:
-            table.clear()
-            table.update({rank: place for place, rank in enumerate(members)})
+        if group in world_tables.pg_group_ranks:
+            world_tables.pg_group_ranks[group] = _Ranks(group, members)
     if world is not None and world_tables.default_pg is world:
         set_global_rank: Any = torch._C._distributed_c10d._set_global_rank
         set_global_rank(world.rank())

@@ -30,7 +30,10 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--loader", action="store_true")
     parser.add_argument("--passes", type=int, default=1, help="over the same samples, of one call")
+    parser.add_argument("--every", type=int, default=2, help="steps")
+    parser.add_argument("--by-launch", action="store_true", help="divide by its workers")
     args, _ = parser.parse_known_args()
+    launched = int(os.environ["WORLD_SIZE"])
     sizes = {"hidden_size": 64, "seq_length": 32, "num_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(1234)
     model = GPT(argparse.Namespace(**sizes, dropout=args.dropout))
@@ -58,7 +61,8 @@ def main() -> None:
         with torch.no_grad():
             for _ in range(args.passes):
                 loss = engine(tokens, labels)
-            total = loss.double() * len(mine)
+            part = NUM_SAMPLES / launched if args.by_launch else len(mine)
+            total = loss.double() * part
         dist.all_reduce(total)
         engine.train()
         mean = float(total) / NUM_SAMPLES
@@ -70,7 +74,7 @@ def main() -> None:
         step = engine.global_steps
         engine.backward(engine(*batch))
         engine.step()
-        if engine.global_steps > step and engine.global_steps % 2 == 0:
+        if engine.global_steps > step and engine.global_steps % args.every == 0:
             mean = elaswave_plugin.deepspeed.run(engine, evaluate)
             if mean is not None:
                 results.append((engine.global_steps, mean))

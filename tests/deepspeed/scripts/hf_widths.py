@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, set_seed
+from transformers.trainer_pt_utils import distributed_concat
 
 import elaswave_plugin.deepspeed
 
@@ -23,7 +24,8 @@ class Samples(TrainerCallback):
     """Counts samples as callbacks do, and by a width from before the loop."""
 
     def __init__(self):
-        self.each = self.once = self.width = 0
+        self.each = self.once = self.width = self.by_state = self.by_trainer = 0
+        self.trainer = None
 
     def on_train_begin(self, args, state, control, **given):
         """Ask once."""
@@ -34,6 +36,9 @@ class Samples(TrainerCallback):
         own = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.each += own * args.world_size  # told: world_size
         self.once += own * self.width
+        self.by_state += own * args.distributed_state.num_processes  # told: num_processes
+        whole = self.trainer.get_total_train_batch_size(args)  # told: get_total_train_batch_size
+        self.by_trainer += whole
 
 
 class Means(Trainer):
@@ -53,6 +58,8 @@ class Means(Trainer):
             sums = own.clone()
             dist.all_reduce(sums)  # told: all_reduce
             several = self.accelerator.num_processes  # told: num_processes
+            listed = distributed_concat(own[None])  # told: distributed_concat
+            assert len(listed) == several
             assert abs(float(sums) / several - float(other)) < 1e-5
             self.by_job.append((step, float(mean)))
             self.by_accelerate.append((step, float(other)))
@@ -73,8 +80,10 @@ def main():
         data_collator=collate,
         callbacks=[samples],
     )
+    samples.trainer = trainer
     trainer.train()
     found = {"each": samples.each, "once": samples.once}
+    found |= {"by_state": samples.by_state, "by_trainer": samples.by_trainer}
     found |= {"by_job": trainer.by_job, "by_accelerate": trainer.by_accelerate}
     name = f"widths-{dist.get_rank()}-{os.getpid()}.json"
     Path(args.deepspeed_config).with_name(name).write_text(json.dumps(found))

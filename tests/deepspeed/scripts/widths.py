@@ -16,6 +16,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as of_compiled
 from deepspeed.utils import groups
 
 import elaswave_plugin.deepspeed
@@ -61,6 +62,9 @@ def lines(engine, loader, dataset, steps, found):
         several = [None] * dist.get_world_size()  # told: get_world_size
         dist.all_gather_object(several, own.item())  # told: all_gather_object
         width = groups._get_data_parallel_world_size()  # told: _get_data_parallel_world_size
+        everyone = dist.group.WORLD
+        parts = of_compiled.all_gather_tensor(own[None], 0, everyone)  # told: all_gather_tensor
+        ranks = dist.get_process_group_ranks(everyone)  # told: get_process_group_ranks
         flag = torch.zeros(1)
         dist.broadcast(flag, src=0)
         dist.barrier()
@@ -72,6 +76,9 @@ def lines(engine, loader, dataset, steps, found):
                 "by_deepspeed": float(by_deepspeed / world),
                 "gathered": sum(several) / world,
                 "samples": batch * width,
+                "by_engine": batch * engine.dp_world_size,  # told: dp_world_size
+                "by_ranks": batch * len(ranks),
+                "compiled": float(of_compiled.wait_tensor(parts).sum() / world),
             }
         )
         if engine.global_steps == steps:

@@ -428,7 +428,10 @@ def attach(job: EngineJob, engine: Any) -> AcceleratedJob | None:
     if not _drives():
         return None
     accelerated = AcceleratedJob(job, engine)
-    for patches in (accelerate_patches(accelerated), width_patches("accelerate", job.own_loops)):
+    for patches in (
+        accelerate_patches(accelerated),
+        width_patches("accelerate", job.own_loops.asks),
+    ):
         patches.apply()
         job.at_leave.append(patches.undo)
     return accelerated

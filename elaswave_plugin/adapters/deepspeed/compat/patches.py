@@ -84,14 +84,23 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
 )
 
 # (distribution, target, versions): what says the width beside torch.distributed.
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+# What the width is read by: (distribution, target, valid, whether only instances have it).
 _WIDTHS = (
     (
         "deepspeed",
         "deepspeed.runtime.pipe.topology:PipelineParallelGrid.get_data_parallel_world_size",
         _VALID,
+        False,
     ),
-    ("accelerate", "accelerate.accelerator:Accelerator.num_processes", _ACCELERATE),
-    ("transformers", "transformers.training_args:TrainingArguments.world_size", _TRANSFORMERS),
+    *(
+        ("deepspeed", f"{_ENGINE}.{name}", _VALID, True)
+        for name in ("world_size", "dp_world_size", "seq_dp_world_size")
+    ),
+    *(
+        ("accelerate", f"accelerate.state:{state}.num_processes", _ACCELERATE, True)
+        for state in ("PartialState", "AcceleratorState")
+    ),
 )
 _BY_SHARES = "a prompt's completions lie in shares of any size, which ranks do not follow in order"
 # (function, method of generation.py, fingerprint, reason)
@@ -330,8 +339,8 @@ def accelerate_patches(part: Any) -> PatchSet:
     )
 
 
-def width_patches(distribution: str, own_loops: Any) -> PatchSet:
-    """Have ``own_loops`` told by what lines the script reads the width; None: to list it only."""
+def width_patches(distribution: str, asks: Callable[[str], None] | None) -> PatchSet:
+    """Have ``asks`` called where the width is read, by the name; None: to list it only."""
     return PatchSet(
         [
             PatchRecord(
@@ -339,23 +348,44 @@ def width_patches(distribution: str, own_loops: Any) -> PatchSet:
                 reason="it follows the workers, and the user is told the lines that multiply by it",
                 distribution=distribution,
                 valid=valid,
-                make=functools.partial(_told_of, own_loops),
+                make=functools.partial(_told_of, asks, target.rpartition(".")[2]),
+                of_instances=of_instances,
             )
-            for of, target, valid in _WIDTHS
+            for of, target, valid, of_instances in _WIDTHS
             if of == distribution
         ]
     )
 
 
-def _told_of(own_loops: Any, native: Any) -> Any:
-    read: Any = native.fget if isinstance(native, property) else native
+def _told_of(asks: Any, name: str, native: Any) -> Any:
+    if native is None:
+        return _ToldAttribute(asks, name)
 
-    @functools.wraps(read)
+    @functools.wraps(native)
     def width(self: Any) -> Any:
-        own_loops.asks(read.__name__)
-        return read(self)
+        asks(name)
+        return native(self)
 
-    return property(width) if isinstance(native, property) else width
+    return width
+
+
+class _ToldAttribute:
+    """An attribute as its instances have it in their dict; who reads it is told."""
+
+    def __init__(self, asks: Callable[[str], None], name: str) -> None:
+        self._asks, self._name = asks, name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        self._asks(self._name)
+        try:
+            return vars(instance)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
 
 
 def processor_patches(finding: Callable[..., Any] | None) -> PatchSet:

@@ -96,10 +96,11 @@ class DeepSpeedFramework:
         engine = self._engine
         rank = dist.get_rank()
         engine.world_size = dist.get_world_size()
-        engine.dp_world_size = dist.get_world_size(engine.data_parallel_group)
+        width = dist.get_world_size(engine.data_parallel_group)
+        engine.dp_world_size = width
         engine.seq_dp_world_size = dist.get_world_size(engine.seq_data_parallel_group)
         engine.global_rank = rank
-        engine._config.world_size, engine._config.global_rank = engine.dp_world_size, rank
+        engine._config.world_size, engine._config.global_rank = width, rank
         self._state.recut()
         engine.save_zero_checkpoint = engine.save_non_zero_checkpoint = False
         engine._configure_checkpointing()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from elaswave_plugin.adapters.batch_layers import batch_layers
+from elaswave_plugin.adapters.deepspeed.compat.patches import width_patches
 from elaswave_plugin.adapters.script_lines import asking_line
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.ipc.console import say
@@ -25,26 +26,31 @@ class OwnLoops:
         # Whether batches of samples with different keys are nothing new, or told.
         self._mixes = False
         self._evaluation_told = False
-        # Lines of the script that ask for the width or for what all workers have: whether told.
-        self._lines: dict[str, bool] = {}
+        # Lines of the script that ask for the width or for what all workers have, by what first.
+        self._lines: dict[str, str] = {}
+        self._told: set[str] = set()
+        self._widths = width_patches("deepspeed", self.asks)
         # Whether shares are others than those of the launch.
         self._changed = False
 
     def begin(self) -> None:
         """Note from now on what lines of the script ask the groups for."""
+        self._widths.apply()
+        self._worker.groups.list_ranks()
         self._worker.links.asked = self.asks
 
     def end(self) -> None:
         """Note nothing any more."""
         self._worker.links.asked = None
+        self._widths.undo()
 
     def asks(self, call: str | None = None) -> None:
         """Note the line that asks, and warn of it where workers are missing; `asking_line`."""
         if self._worker.links.asked is None:
             return
         line = asking_line(call)
-        if line is not None and line not in self._lines:
-            self._lines[line] = False
+        if line is not None and (place := line.partition(" ")[0]) not in self._lines:
+            self._lines[place] = line
             self._tell()
 
     def evaluates(self) -> None:
@@ -93,10 +99,10 @@ class OwnLoops:
             )
 
     def _tell(self) -> None:
-        lines = [line for line, told in self._lines.items() if not told]
+        lines = [line for line in self._lines.values() if line not in self._told]
         if not (lines and self._changed):
             return
-        self._lines |= dict.fromkeys(lines, True)
+        self._told.update(lines)
         if not self._worker.owns_rank_0:
             return
         sizes = " or ".join(map(str, sorted(self._sizes())))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.trainer_callback import TrainerCallback
 
 from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import AcceleratedJob
-from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches, width_patches
+from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
 from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
@@ -298,6 +298,6 @@ def _is_of_transformers(callback: TrainerCallback) -> bool:
 def attach(job: TrainerJob, accelerated: AcceleratedJob) -> None:
     """Lead the Trainer of this process to the job, from its first epoch on."""
     hooks = TrainerHooks(job, accelerated)
-    for patches in (trainer_patches(hooks), width_patches("transformers", job.own_loops)):
-        patches.apply()
-        job.at_leave.append(patches.undo)
+    patches = trainer_patches(hooks)
+    patches.apply()
+    job.at_leave.append(patches.undo)

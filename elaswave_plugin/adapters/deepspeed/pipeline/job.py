@@ -16,7 +16,6 @@ import torch.distributed as dist
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe import schedule
 
-from elaswave_plugin.adapters.deepspeed.compat.patches import width_patches
 from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_engine,
     check_last_batch,
@@ -201,9 +200,6 @@ class PipelineJob(AttachedEngine):
             check_schedules(self._engine)
             self._framework.begin()
             self._loop.start()
-            widths = width_patches("deepspeed", self.own_loops)
-            widths.apply()
-            self.at_leave.append(widths.undo)
             self.own_loops.begin()
             self._sealed = True
 

@@ -53,12 +53,22 @@ def _watched(
 def _refuse_between_replicas(slot: int, call: str, members: Sequence[int]) -> None:
     """Raise ConfigurationError for a call that meets another replica of this worker's stage."""
     group: Any = parallel_state.get_data_parallel_group()
-    if not (set(group.members) - {slot}) & set(members):
+    if not (set(group.members) - {slot}) & set(members) or _gathers_weights():
         return
     raise ConfigurationError(
         f"{call} is called {_place()}, which runs once a micro-batch, and after a loss workers run "
-        "unequal numbers of these: delete that line; job.train reports the mean over all workers"
+        "unequal numbers of these: delete that line; the job reports the mean over all workers"
     )
+
+
+def _gathers_weights() -> bool:
+    """Return whether DDP has led here, whose gathers of weights the job makes beforehand."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("megatron.core.distributed."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place() -> str:
