@@ -5,6 +5,7 @@ run has to have at the same moment; what is each worker's own there is not compa
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -200,7 +201,7 @@ class Reference:
     def far_results(self, run: RunRecords, bound: float) -> list[Difference]:
         """List numbers that work between steps returned, and that are off by more than ``bound``.
 
-        It is relative to what this run has.
+        It is relative to the larger one.
         """
         far = (
             one
@@ -290,7 +291,10 @@ def _is_far(value: Any, wanted: Any, bound: float) -> bool:
         one, other = float(value), float(wanted)
     except (TypeError, ValueError):
         return False
-    return abs(one - other) > bound * abs(other) > 0
+    if other == 0:  # the scale of its terms is not known
+        return abs(one) > bound
+    both_nan = math.isnan(one) and math.isnan(other)
+    return not (both_nan or math.isclose(one, other, rel_tol=bound))
 
 
 def _numbers(kind: str, *both: Any) -> tuple[str, ...]:

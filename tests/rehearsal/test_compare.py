@@ -117,6 +117,9 @@ def test_a_result_that_follows_the_workers_is_off_also_where_the_twin_has_it() -
     (one,) = undisturbed.far_results(other, 1 / 6)
     assert str(one) == "result of loss before step 2, on worker 0 (0.6 for 0.9)"
     assert undisturbed.far_results(other, 0.4) == []
+    zero, five, nan = (run(evaluated(0, 2, mean=value)) for value in ("0", "5", "nan"))
+    assert Reference(zero).far_results(five, 0.4) and Reference(five).far_results(zero, 0.4)
+    assert Reference(nan).far_results(zero, 0.4) and not Reference(nan).far_results(nan, 0.4)
 
 
 def test_numbers_of_who_came_back_are_named_once() -> None:
