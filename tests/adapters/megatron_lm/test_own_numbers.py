@@ -29,6 +29,7 @@ def written(script: Path, name: str, report: str) -> str:
     return name
 
 
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
 def test_a_sum_over_replicas_is_refused_in_the_first_step(run: Launch, script: Path) -> None:
     spec = ScriptSpec(script=written(script, "pretrain_reduces.py", REDUCES))
     refused = run(spec)
