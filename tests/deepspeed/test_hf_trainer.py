@@ -95,6 +95,19 @@ def test_quantized_weights_stay_where_they_are(
     assert all(".lora_" in name for name, _ in hash_state(killed.directory).by_name)
 
 
+@proves(Kind.KILLS, Promise.PLANNED, victim="1 2 3", moment="1:backward 2:forward 3:backward")
+def test_one_that_is_left_alone_evaluates_the_batches_of_all(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    """The last of 21 samples is in a batch of two, the other one of which is the first again."""
+    kills = ("1@1:backward", "2@2:forward", "3@3:backward")
+    spec = spec_of(*kills, stage=1, options=("--evaluate=2",))
+    killed = run(spec)
+    assert killed.returncode == 0, killed.output[-4000:]
+    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    check_tapes(killed, reference(spec), survivors=1)
+
+
 @proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("stage", "kill", "back", "options"),

@@ -13,7 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+)
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedSchedulerWrapper, recursively_apply, send_to_device
 
@@ -90,6 +95,18 @@ class AcceleratedJob:
         job.reactions.append(self._rebind)
 
     # ---- the data -------------------------------------------------------------------------------
+
+    def prepare(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Any:
+        """Prepare a loader as one of several processes does, also where one is left."""
+        loader = native(accelerator, *args, **how)
+        is_alone = dist.get_world_size() == 1 < self._width and not accelerator.split_batches
+        if is_alone and isinstance(loader, DataLoaderShard) and not is_stream(loader):
+            shard = BatchSamplerShard(
+                loader.batch_sampler, 1, 0, even_batches=accelerator.even_batches
+            )
+            # A loader takes no other one by its own name.
+            object.__setattr__(loader.base_dataloader, "batch_sampler", shard)
+        return loader
 
     def iterate(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """``iter(loader)``: the job's batches in training mode, Accelerate's own otherwise."""

@@ -61,6 +61,12 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         ("self", "args", "kwargs"),
         "a scheduler that the script steps is in no snapshot; the engine steps it",
     ),
+    (
+        "accelerator:Accelerator.prepare_data_loader",
+        "prepare",
+        ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
+        "a worker that is left alone fills the last batch as those of the launch do",
+    ),
     ("accelerator:Accelerator.gather", "collective", ("self", "tensor"), _A_LOSS_ENDS_IT),
     (
         "accelerator:Accelerator.gather_for_metrics",
