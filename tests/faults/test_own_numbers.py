@@ -23,6 +23,7 @@ def in_step(line: str) -> own_scripts.Change:
 # What the script does by itself, where, and the name by which it is told.
 LINES = {
     "reads the losses": (in_step("sum(total / tokens for total, tokens in losses)"), "losses"),
+    "counts them": (in_step("[0.0] * len(losses) if losses else []"), "losses"),
     "prints them": (in_step("print(losses)"), "losses"),
     "reads them to evaluate": (
         (EVALUATE, EVALUATE.replace("(evaluate)", "(lambda: [one[:] for one in evaluate()])")),

@@ -26,6 +26,13 @@ class Reports(list[Any]):
         self.plain = plain
         self._asks = asks
 
+    def __len__(self) -> int:
+        self._asks("losses")
+        return super().__len__()
+
+    def __bool__(self) -> bool:
+        return bool(self.plain)
+
     def __iter__(self) -> Iterator[Any]:
         self._asks("losses")
         return super().__iter__()
