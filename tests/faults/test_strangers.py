@@ -27,6 +27,8 @@ SPEC = JobSpec(
     awaits=((KILL + 20, 1),),
 )
 LIMIT_S = 600.0
+# Of all cores, while no job of this test runs.
+IDLE_PERCENT = 20.0
 KINDS = {
     "scan",
     "be_silent",
@@ -112,6 +114,11 @@ def play(
     )
 
 
+def busy_percent() -> float:
+    """How busy the machine is in this second."""
+    return psutil.cpu_percent(interval=1.0)
+
+
 def healthy_steps(run: Outcome) -> list[float]:
     """Seconds of worker 0's steps with nobody lost, while strangers came in one of the runs."""
     seconds = [one["step_s"] for one in run.files.steps if one["slot"] == 0]
@@ -123,6 +130,7 @@ def healthy_steps(run: Outcome) -> list[float]:
 def test_strangers_change_nothing_and_leave_nothing(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:
+    busy_before = busy_percent()
     quiet, _, used_before = play(zygote, data, tmp_path / "quiet", storm=False)
     stormy, done, used = play(zygote, data, tmp_path / "stormy", storm=True)
     print(f"strangers: {done}")
@@ -145,5 +153,5 @@ def test_strangers_change_nothing_and_leave_nothing(
     late = quantiles(with_them, n=10)[8] / quantiles(without, n=10)[8]
     print(f"healthy steps beside strangers: median {ratio:.2f}x, 90th percentile {late:.2f}x")
     # Two cores are shared with whatever else runs here: the bound holds on an idle machine.
-    if os.getloadavg()[2] < 4.0:
+    if max(busy_before, busy_percent()) < IDLE_PERCENT:
         assert ratio <= 1.3 and late <= 1.3
