@@ -115,7 +115,7 @@ def play(
 
 
 def busy_percent() -> float:
-    """How busy the machine is in this second."""
+    """Return how busy the machine is in this second."""
     return psutil.cpu_percent(interval=1.0)
 
 
