@@ -474,8 +474,8 @@ class ElasticJob:
         ranks = worker.ranks
         # A row for each loss of the step, for the norm, and for each worker.
         table = torch.zeros(count + 1 + len(ranks), 3, dtype=torch.float64)
-        table[count + 1 + ranks.index(worker.slot), :2] = torch.tensor(
-            pace or (0.0, 0), dtype=torch.float64
+        table[count + 1 + ranks.index(worker.slot)] = torch.tensor(
+            (*(pace or (0.0, 0)), len(self._own_numbers.new)), dtype=torch.float64
         )
         if self._microbatches.reports_losses:
             for row, one in zip(self._microbatches.reports, losses, strict=True):
@@ -487,7 +487,8 @@ class ElasticJob:
         paces = zip(ranks, table[count + 1 :, :2].tolist(), strict=True)
         worker.slow_workers.compare({slot: (pace, int(n)) for slot, (pace, n) in paces if pace})
         total, weight, tokens = map(sum, zip(*reports, strict=True))
-        self._own_numbers.tell()
+        if table[count + 1 :, 2].any():
+            self._own_numbers.tell()
         return total / weight, int(tokens), norm
 
     @ends_in_a_sentence

@@ -53,12 +53,16 @@ class OwnNumbers:
         if line is not None:
             self._lines.setdefault(line.partition(" ")[0], line)
 
+    @property
+    def new(self) -> list[str]:
+        """The lines that were found here and are not told."""
+        return [line for line in self._lines.values() if line not in self._told]
+
     def tell(self) -> None:
         """Name all workers' new lines in one sentence (collective over WORLD, after a loss)."""
         if self._flow.is_healthy:
             return
-        new = [line for line in self._lines.values() if line not in self._told]
-        lines = sorted({line for lines in gathered(new) for line in lines} - self._told)
+        lines = sorted({line for lines in gathered(self.new) for line in lines} - self._told)
         self._told.update(lines)
         if not lines or not self._worker.owns_rank_0:
             return

@@ -89,9 +89,9 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("accelerator:Accelerator.wait_for_everyone", "wait", ("self",), _A_LOSS_ENDS_IT),
 )
 
-# (distribution, target, versions): what says the width beside torch.distributed.
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-# What the width is read by: (distribution, target, valid, whether only instances have it).
+# What says the width beside torch.distributed: (distribution, target, versions, whether it is an
+# attribute that only instances have).
 _WIDTHS = (
     (
         "deepspeed",
