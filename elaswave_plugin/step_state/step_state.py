@@ -21,6 +21,7 @@ from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.step_state.moved_state import fetch_missing
 from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.plain import encode
+from elaswave_plugin.values.rows import row_of
 
 Kept = dict[str, Any]
 
@@ -360,7 +361,7 @@ def _digest_of_kept(kept: Any) -> int:
 @torch.no_grad()
 def digest_of(tensor: torch.Tensor) -> int:
     """63 bits; two workers get the same for the same bits on the same kind of device."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = row_of(tensor)
     if flat.is_cuda:
         return _on_device(flat)
     data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from elaswave_plugin.errors import ConfigurationError, UnreadableValueError
+from elaswave_plugin.values.rows import row_of
 from elaswave_plugin.version import __version__
 
 # Of containers in containers.
@@ -225,7 +226,7 @@ class _Writer:
         if self._beside is not None:
             self._beside.append(value)
             return _marked(As.TENSOR_BESIDE, dtype, shape)
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        flat = row_of(value.cpu().resolve_conj().resolve_neg())
         return _marked(As.TENSOR, dtype, shape, flat.view(torch.uint8).numpy().tobytes())
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, check_equal
+from tests.faults.harness import JobSpec, check_equal, losses_of
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.faults.test_own_scripts import evaluations
 from tests.proofs import Kind, Promise, proves
@@ -40,6 +40,13 @@ FORMS = {
     "a list": "loss = total / tokens\n    return loss, [loss.detach().view(1)]",
     "a pair": "loss = total / tokens\n    return loss, (loss.detach(), tokens)",
     "three": "return total, tokens.to(torch.int), total.detach()",
+    "one element": 'loss = total / tokens\n    return loss, {"lm loss": loss.detach().expand(1)}',
+    # In one tensor that the script has for all micro-batches.
+    "held": (
+        'loss, held = total / tokens, loss_func.__dict__.setdefault("held", torch.zeros(2))\n'
+        "    held[0], held[1] = loss.detach(), tokens\n"
+        '    return loss, {"lm loss": held}'
+    ),
     # As pretrain_gpt.py has it: nothing is shared.
     "a clone": 'loss = total / tokens\n    return loss, {"lm loss": loss.clone().detach()}',
 }
@@ -58,6 +65,25 @@ def test_a_report_keeps_its_value(
     check_equal(survived, undisturbed)
     assert len(evaluations(undisturbed)) == spec.steps // 2
     assert evaluations(survived) == evaluations(undisturbed)
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="3", moment="1:backward")
+@pytest.mark.slow
+def test_a_loss_that_a_pipeline_empties(run: Launch, reference: Reference, tmp_path: Path) -> None:
+    """Reported as it is, it is finite, and a quarter of what is reported apart from it."""
+    frees = "        pipeline_dtype=dtype,\n"
+    emptied = (frees, f"{frees}        deallocate_pipeline_outputs=True,\n")
+    spec = LAYOUTS["pp2 dp2"]
+    losses = []
+    for form in ("itself", "a clone"):
+        (tmp_path / form).mkdir()
+        script = own_scripts.write(tmp_path / form, emptied, *own_scripts.reports(FORMS[form]))
+        survived = run(replace(spec, script=script))
+        undisturbed = reference(replace(spec, script=script))
+        check_equal(survived, undisturbed)
+        losses.append([losses_of(undisturbed.files)[step] for step in range(spec.steps)])
+    # Of the four micro-batches of a replica each.
+    assert losses[1] == [4 * loss for loss in losses[0]]
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="1:backward")

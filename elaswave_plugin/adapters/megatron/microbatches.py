@@ -19,6 +19,7 @@ from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.step.data import in_order
 from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, telling
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
+from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
@@ -204,16 +205,16 @@ class Microbatches:
             return retold
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
+            kept = KeptReports()
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size
             )
-            step = in_order(forward_step, self.executed, starting)
+            step = kept.noted(in_order(forward_step, self.executed, starting))
             told.clear()
-            given = {
-                **kwargs,
-                "forward_step_func": telling(step, told) if worker.untried else step,
-            }
-            return self._run(function, dealt, bound, forward_only=forward_only, **given)
+            step = telling(step, told) if worker.untried else step
+            given = {**kwargs, "forward_step_func": step}
+            reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
+            return kept.take() or reports  # none are kept of a step without a loss function
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
         # A model beside the bound ones has no gradients to put back.

@@ -1,6 +1,7 @@
 """The losses that a forward step reports, summed alike whichever worker ran which micro-batch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,10 +117,12 @@ def _averaged(mean: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.stack([share, torch.ones_like(share)])
 
 
-def _numbers(name: str, value: torch.Tensor) -> list[float]:
-    if value.numel() not in (1, 2):
+def _numbers(name: str, value: Any) -> list[float]:
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.numel() not in (1, 2):
+        shown = f"{value.numel()} numbers" if is_tensor else f"a {type(value).__name__}"
         raise ConfigurationError(
-            f"the forward step reports {name!r} as {value.numel()} numbers, wanted one, or two: its"
+            f"the forward step reports {name!r} as {shown}, wanted a tensor of one, or of two: its"
             " sum and the number of tokens, as pretrain_gpt.py reports them"
         )
     return [float(one) for one in value.view(-1).tolist()]

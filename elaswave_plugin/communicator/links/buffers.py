@@ -21,8 +21,9 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable bytes, without a copy."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return _view(flat.numpy())
+    # One element may have any stride, and torch shows the bytes of stride one alone.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return _view(flat.view(torch.uint8).numpy())
 
 
 def _view(array: Any) -> memoryview:

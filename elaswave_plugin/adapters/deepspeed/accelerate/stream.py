@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.values.plain import decode, encode
+from elaswave_plugin.values.rows import row_of
 
 # A recovery goes back to the present update or the last one.
 _REMEMBERED_UPDATES = 2
@@ -281,7 +282,7 @@ def _hash(value: Any, update: Callable[[bytes], None]) -> None:
         for one in value:
             _hash(one, update)
     elif isinstance(value, torch.Tensor):
-        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        update(row_of(value.cpu()).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         update(value.tobytes())
     elif isinstance(value, str | bytes | int | float | None):

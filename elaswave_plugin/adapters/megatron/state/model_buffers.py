@@ -20,6 +20,7 @@ from elaswave_plugin.adapters.megatron.state.recomputed_buffers import Recompute
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.step_state.changing import Changing, average, why_no_average
 from elaswave_plugin.step_state.step_state import Part, copied, digest_of
+from elaswave_plugin.values.rows import row_of
 
 # Buffers that the capsule has, and counts of a step that are dropped with it (expert_bias.py).
 _OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")
@@ -268,7 +269,7 @@ def _with_buffers(
 
 
 def _as_bytes(values: Values, names: Sequence[str]) -> torch.Tensor:
-    return torch.cat([values[name].contiguous().view(-1).view(torch.uint8) for name in names])
+    return torch.cat([row_of(values[name]).view(torch.uint8) for name in names])
 
 
 def _from_bytes(row: torch.Tensor, shapes: Mapping[str, torch.Tensor]) -> Values:

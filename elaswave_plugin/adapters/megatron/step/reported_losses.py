@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
+from torch.utils import _pytree
 
 from elaswave_plugin.errors import ConfigurationError
 
@@ -44,6 +45,43 @@ class Reports(list[Any]):
     def __repr__(self) -> str:
         self._asks("losses")
         return super().__repr__()
+
+
+class KeptReports:
+    """The reports of a call's passes, each as it is once Megatron-Core has divided its loss.
+
+    It keeps the tensors themselves, and a script may write the next report over the last one; the
+    loss itself is emptied in a pipeline (schedules.py, ``deallocate_output_tensor``).
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self._newest: list[Any] = []
+
+    def noted(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward step whose loss function's reports are kept."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.take()
+            output, loss_function = forward_step(*args, **kwargs)
+            if loss_function is None:
+                return output, None
+
+            def noted_loss(*values: Any, **named: Any) -> Any:
+                outputs = loss_function(*values, **named)
+                # They share the storage, and so the division.
+                self._newest.append(_each_tensor(torch.Tensor.detach, outputs[-1]))
+                return outputs
+
+            return output, noted_loss
+
+        return step
+
+    def take(self) -> list[Any]:
+        """Keep the newest, whose loss is divided by now; returns all."""
+        self._kept += _each_tensor(torch.clone, self._newest)
+        self._newest.clear()
+        return self._kept
 
 
 def reported(value: Any) -> Reported:
@@ -129,6 +167,10 @@ def check_evaluation(result: Any, known: Sequence[Sequence[Any]]) -> list[list[R
             f"which it called {len(known)} times: collect that, one a call, and return the list"
         )
     return [check_losses(*both, of="evaluate") for both in zip(result, known, strict=True)]
+
+
+def _each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return _pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def _numbers(value: Any) -> list[float] | None:

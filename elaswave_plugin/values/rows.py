@@ -1,0 +1,12 @@
+"""A tensor's elements in one row, of which the bytes can be shown."""
+
+import torch
+
+
+def row_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements in order, detached; a copy only where they are not contiguous.
+
+    One element counts as contiguous with any stride, and ``Tensor.view(dtype)`` wants stride one
+    (torch 2.13).
+    """
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
