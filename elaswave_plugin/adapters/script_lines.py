@@ -11,7 +11,7 @@ _ASKED = re.compile(
     r"_?(nested_|inference_)?(all_?)?(gather|reduce)(_scatter)?"
     r"(_(tensor|into_tensor|object|coalesced|for_metrics|autograd|base|fn))*"
     r"|_?(get_)?(\w*data_parallel_|(seq_)?dp_)?world_size|num_processes|size|get_pg_size"
-    r"|get_process_group_ranks|get_total_train_batch_size|distributed_concat|losses"
+    r"|__len__|get_process_group_ranks|get_total_train_batch_size|distributed_concat|losses"
 )
 # Decorators of these.
 _WRAPPERS = ("wrapper", "log_wrapper", "decorate_context")

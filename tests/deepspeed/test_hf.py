@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from elaswave_plugin.errors import ConfigurationError
 from tests.agent.jobs import LAUNCH
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
+from tests.deepspeed.test_widths import marked, told
 from tests.faults.foreign_launchers import run_under
 from tests.faults.harness import ROOT, Outcome, check_survived, max_relative_difference
 from tests.proofs import Kind, Promise, proves
@@ -175,6 +177,8 @@ def test_who_is_left_evaluates_everything(run: Launch, reference: Launch, stage:
     assert max_relative_difference(killed, detached) <= 1e-6
     assert killed.returncode == 0 and len(evaluations(killed)) == 3
     assert "evaluates by itself" not in killed.output, "its loader was cut anew"
+    named = [one for line in told(killed) for one in re.findall(r"\S+ \(__len__\)", line)]
+    assert named == marked(EVALUATING) and not told(detached)
     for seen in evaluations(killed):
         # The body of the interrupted step ran to its end, and evaluated the step before again.
         assert len(seen) == spec.steps + 1

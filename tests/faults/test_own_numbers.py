@@ -24,6 +24,7 @@ def in_step(line: str) -> own_scripts.Change:
 LINES = {
     "reads the losses": (in_step("sum(total / tokens for total, tokens in losses)"), "losses"),
     "counts them": (in_step("[0.0] * len(losses) if losses else []"), "losses"),
+    "makes a tensor of them": (in_step("torch.tensor(losses).sum(0)"), "losses"),
     "prints them": (in_step("print(losses)"), "losses"),
     "reads them to evaluate": (
         (EVALUATE, EVALUATE.replace("(evaluate)", "(lambda: [one[:] for one in evaluate()])")),

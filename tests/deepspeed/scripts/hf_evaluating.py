@@ -62,6 +62,8 @@ def main() -> None:
                 one = model(**held).loss
             losses.append(accelerator.gather_for_metrics(one.repeat(len(held["input_ids"]))))
         model.train()
+        assert len(losses) == len(evaluation)  # told: __len__
+        assert model.global_steps <= len(loader)
         together = torch.cat(losses)
         seen.append((model.global_steps, len(together), float(together.mean())))
         accelerator.wait_for_everyone()

@@ -120,6 +120,12 @@ class AcceleratedJob:
                 shard.num_processes, shard.process_index = dist.get_world_size(), dist.get_rank()
         return self._evaluate(native(loader))
 
+    def length(self, native: Callable[[Any], int], shard: Any) -> int:
+        """A worker's number of batches; the line that asks is told where it follows the workers."""
+        if shard.num_processes != self._width:
+            self._job.own_loops.asks("__len__")
+        return native(shard)
+
     def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Serve the batches of an evaluation, which keeps the shards that it began with."""
         before = self._loop.worker.view

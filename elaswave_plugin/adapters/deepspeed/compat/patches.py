@@ -62,6 +62,12 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "a scheduler that the script steps is in no snapshot; the engine steps it",
     ),
     (
+        "data_loader:BatchSamplerShard.__len__",
+        "length",
+        ("self",),
+        "an evaluation has more batches for less workers, and the user is told the line",
+    ),
+    (
         "accelerator:Accelerator.prepare_data_loader",
         "prepare",
         ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),

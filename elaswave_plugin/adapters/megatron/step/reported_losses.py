@@ -1,7 +1,7 @@
 """The losses that a script reports, in the forms that Megatron-Core's own loops take."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree
@@ -19,32 +19,41 @@ class Reported(NamedTuple):
     tokens: float
 
 
+def _reading(name: str) -> Any:
+    def method(self: "Reports", *values: Any) -> Any:
+        self.asks("losses")
+        return getattr(self.plain, name)(*values)
+
+    return method
+
+
 class Reports(list[Any]):
     """Losses of micro-batches as a script reads them, which is told; ``plain``: as they are."""
 
-    def __init__(self, plain: Sequence[Any], asks: Callable[[str], None]) -> None:
-        super().__init__(plain)
-        self.plain = plain
-        self._asks = asks
+    def __init__(self, plain: list[Any], asks: Callable[[str], None]) -> None:
+        class Told(torch.Tensor):
+            """A loss that is read from the list's own memory, as by torch.stack."""
 
-    def __len__(self) -> int:
-        self._asks("losses")
-        return super().__len__()
+            @classmethod
+            def __torch_function__(
+                cls, function: Any, types: Any, values: Any = (), named: Any = None
+            ) -> Any:
+                asks("losses")
+                with torch._C.DisableTorchFunctionSubclass():
+                    return function(*values, **(named or {}))
+
+        super().__init__(one.as_subclass(Told) if torch.is_tensor(one) else one for one in plain)
+        self.plain, self.asks = plain, asks
+
+    __len__, __iter__, __getitem__ = map(_reading, ("__len__", "__iter__", "__getitem__"))
+    __add__, __mul__, __repr__ = map(_reading, ("__add__", "__mul__", "__repr__"))
+    __reversed__, copy, index, pop = map(_reading, ("__reversed__", "copy", "index", "pop"))
+
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return [*other, *self]
 
     def __bool__(self) -> bool:
         return bool(self.plain)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._asks("losses")
-        return super().__iter__()
-
-    def __getitem__(self, place: SupportsIndex | slice) -> Any:
-        self._asks("losses")
-        return super().__getitem__(place)
-
-    def __repr__(self) -> str:
-        self._asks("losses")
-        return super().__repr__()
 
 
 class KeptReports:
