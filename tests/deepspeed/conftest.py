@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from elaswave_plugin.config import parse_kill
+from tests.convoys import convoy as convoy
+from tests.convoys import played as played
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted
 from tests.faults.growth import grow, without_reserve
 from tests.faults.harness import Outcome, Zygote, launch

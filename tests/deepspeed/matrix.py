@@ -2,12 +2,12 @@
 
 import itertools
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted, check_recovered
 from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import Outcome
 from tests.proofs import Promise
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 KILL_STEP = 3
 
 
@@ -16,7 +16,7 @@ def cases() -> tuple[EngineSpec, ...]:
     return tuple(
         EngineSpec(stage=stage, bf16=bf16, kills=(f"{slot}@{KILL_STEP}:{phase}",))
         for stage, bf16, slot, phase in itertools.product(
-            (0, 1, 2, 3), (False, True), range(4), PHASES
+            (0, 1, 2, 3), (False, True), range(4), STEP_PHASES
         )
     )
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import BITS_16_BOUND, FP32_BOUND, EngineSpec, check_recovered, rates
 from tests.deepspeed.test_join import EPOCHS, entered, files_of, seen_by, sizes
-from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_pipeline import PP2_DP2, norms
 from tests.deepspeed.test_save import SAVING
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
@@ -85,7 +85,7 @@ def drawn() -> list[tuple[int, str, bool]]:
     """Every stage: who came beyond the launch is lost, and one of the launch, each in a phase."""
     draw = random.Random(20261123)
     return [
-        (stage, f"{victim}@7:{draw.choice(PHASES)}", draw.random() < 0.5)
+        (stage, f"{victim}@7:{draw.choice(STEP_PHASES)}", draw.random() < 0.5)
         for stage in range(4)
         for victim in ("4.1", str(draw.randrange(4)))
     ]

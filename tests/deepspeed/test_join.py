@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
-from tests.deepspeed.test_kill import PHASES
 from tests.deepspeed.test_monitor import check_csv, scalars, settings_of
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.faults.test_join import LATER
@@ -50,7 +50,7 @@ def drawn() -> list[tuple[int, int, str, bool]]:
     """Every stage in fp32 and bf16; every slot in each of the two, in a random phase."""
     draw = random.Random(6)
     return [
-        (stage, slot, draw.choice(PHASES), bf16)
+        (stage, slot, draw.choice(STEP_PHASES), bf16)
         for bf16 in (False, True)
         for stage, slot in enumerate(draw.sample(range(4), 4))
     ]

@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 
-from elaswave_plugin.config import parse_kill
+from elaswave_plugin.config import STEP_PHASES, parse_kill
+from tests.convoys import Convoy, convoys
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.proofs import Kind, Promise, proves
-from tests.sample import sampled
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 # ZeRO stage, bf16.
 KINDS = tuple(itertools.product((1, 2, 3), (False, True)))
 SLOTS = range(4)
@@ -20,10 +19,10 @@ def cover() -> list[EngineSpec]:
     """Every pair of kind, slot and phase, in as few cases as there are kinds and phases."""
     return [
         EngineSpec(
-            steps=4, stage=stage, bf16=bf16, kills=(f"{(kind + index) % len(SLOTS)}@2:{phase}",)
+            steps=6, stage=stage, bf16=bf16, kills=(f"{(kind + index) % len(SLOTS)}@2:{phase}",)
         )
         for (kind, (stage, bf16)), (index, phase) in itertools.product(
-            enumerate(KINDS), enumerate(PHASES)
+            enumerate(KINDS), enumerate(STEP_PHASES)
         )
     ]
 
@@ -42,15 +41,18 @@ def test_the_cover_has_every_pair() -> None:
         [kill.phase for _, _, kill in kills],
     ]
     for (one, values), (other, others) in itertools.combinations(
-        zip(axes, (KINDS, SLOTS, PHASES), strict=True), 2
+        zip(axes, (KINDS, SLOTS, STEP_PHASES), strict=True), 2
     ):
         assert set(zip(one, other, strict=True)) == set(itertools.product(values, others))
 
 
 @proves(Kind.KILL, Promise.PLANNED)
-@pytest.mark.parametrize("spec", sampled(cover()), ids=name_of)
+@pytest.mark.parametrize("spec", convoys(cover(), lambda spec: spec), ids=name_of)
 def test_kill_in_a_phase_of_a_step_equals_the_planned_departure(
-    run: Launch, twin: Twin, reference: Launch, spec: EngineSpec
+    convoy: Convoy, twin: Twin, reference: Launch, spec: EngineSpec
 ) -> None:
-    killed = run(spec)
-    check_recovered(killed, twin=twin(killed), reference=reference(spec))
+    planned, undisturbed = twin(convoy.planned), reference(convoy.undisturbed)
+    convoy.check(
+        planned.trace(),
+        lambda: check_recovered(convoy.run, twin=planned, reference=undisturbed),
+    )

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 PP2_DP2 = EngineSpec(script=str(SCRIPTS / "pipeline.py"), stages=2, accumulation=4, global_batch=16)
 
 
@@ -55,7 +55,7 @@ def test_steps_without_a_seal_are_made_again(run: Launch, twin: Twin, reference:
     sampled(
         [
             (slot, phase, *KINDS[(slot + index) % len(KINDS)])
-            for (index, phase), slot in itertools.product(enumerate(PHASES), (1, 2, 3, 0))
+            for (index, phase), slot in itertools.product(enumerate(STEP_PHASES), (1, 2, 3, 0))
         ],
         # The first stage's rank 0 is left without a pipeline.
     ),

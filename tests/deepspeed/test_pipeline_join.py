@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, as_it_counted, check_recovered
 from tests.deepspeed.test_fp16 import ALLOWED, FP16, scales, skipped
 from tests.deepspeed.test_join import entered, sizes
-from tests.deepspeed.test_pipeline import KINDS, PHASES, PP2_DP2, check_pipeline, seen_by
+from tests.deepspeed.test_pipeline import KINDS, PP2_DP2, check_pipeline, seen_by
 from tests.faults.harness import Outcome, Zygote, check_survived, max_relative_difference
 from tests.faults.test_node_join import lose_and_join, lose_with_standby
 from tests.proofs import Kind, Promise, proves
@@ -69,7 +70,7 @@ def check_scripts(run: Outcome, *, before: int) -> None:
     sampled(
         [
             (slot, phase, *KINDS[(slot + index) % len(KINDS)])
-            for (index, phase), slot in itertools.product(enumerate(PHASES), (1, 2, 3, 0))
+            for (index, phase), slot in itertools.product(enumerate(STEP_PHASES), (1, 2, 3, 0))
         ]
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from elaswave_plugin.config import STEP_PHASES
 from elaswave_plugin.tracking.state_dump import hash_state
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted, check_recovered
 from tests.deepspeed.hf_runs import AUTO, SAVING, TRAINER, check_newcomer, check_tapes, checkpoints
@@ -20,10 +21,9 @@ from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import Outcome
 from tests.proofs import Promise
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 OUTSIDE = ("evaluation", "save")
 RESUME, RETURN, TWO = "resume", "return", "two losses"
-MOMENTS = (*PHASES, *OUTSIDE, RESUME, RETURN, TWO)
+MOMENTS = (*STEP_PHASES, *OUTSIDE, RESUME, RETURN, TWO)
 STAGES = range(4)
 WORKERS = 4
 # A lost worker comes back before this step.

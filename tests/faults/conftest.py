@@ -8,6 +8,8 @@ from typing import Protocol
 
 import pytest
 
+from tests.convoys import convoy as convoy
+from tests.convoys import played as played
 from tests.faults.growth import grow, without_reserve
 from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 

@@ -4,12 +4,12 @@ import itertools
 import sysconfig
 from pathlib import Path
 
+from elaswave_plugin.config import STEP_PHASES
 from elaswave_plugin.demo.text import find_text, write_dataset
 from tests.fault_matrix import FaultMatrix, Runs
 from tests.faults.harness import PRELOAD, JobSpec, Outcome, check_equal
 from tests.proofs import Promise
 
-STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 RECOVERY_PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
 OPTIONS = (
     (),

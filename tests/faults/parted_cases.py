@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec
 from tests.deepspeed.harness import PRELOAD as DEEPSPEED_PRELOAD
 from tests.faults.harness import PRELOAD, JobSpec, Outcome, max_relative_difference
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
-from tests.faults.matrix import STEP_PHASES
 from tests.faults.parting import Cut, Parted, check_parted
 
 Launched = Callable[[JobSpec], Outcome]

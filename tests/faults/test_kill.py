@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from elaswave_plugin.config import STEP_PHASES
+from tests.convoys import Convoy, convoys
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 # The matrix has them at several steps.
-PAIRS = list(itertools.product(range(4), PHASES))
+PAIRS = list(itertools.product(range(4), STEP_PHASES))
 OPTIONS = (
     (),
     ("--calculate-per-token-loss",),
@@ -22,15 +23,20 @@ OPTIONS = (
 )
 
 
+def spec_of(slot: int, phase: str) -> JobSpec:
+    """The job that loses a worker once it has made two steps."""
+    return JobSpec(kills=(f"{slot}@2:{phase}",))
+
+
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize(("slot", "phase"), sampled(PAIRS))
+@pytest.mark.parametrize(("slot", "phase"), convoys(PAIRS, spec_of))
 def test_kill_in_a_phase_of_a_step_changes_nothing(
-    run: Launch, reference: Reference, slot: int, phase: str
+    convoy: Convoy, reference: Reference, slot: int, phase: str
 ) -> None:
-    spec = JobSpec(kills=(f"{slot}@3:{phase}",))
-    lost = run(spec)
-    check_equal(lost, reference(spec))
-    in_place = [event["in_place"] for event in lost.events("recovered")]
+    undisturbed = reference(convoy.undisturbed)
+    convoy.check(undisturbed.trace(), lambda: check_equal(convoy.run, undisturbed))
+    in_place = [event["in_place"] for event in convoy.recovered]
+    assert in_place
     if phase in ("data", "forward", "backward"):
         assert all(0 < one["weights"] == one["parts"] for one in in_place)
     if phase == "gather":

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from elaswave_plugin.config import STEP_PHASES
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
 from tests.faults.harness import Outcome, check_equal
@@ -13,7 +14,6 @@ from tests.sample import sampled
 
 pytestmark = needs_repository
 
-PHASES = ("data", "forward", "backward", "reduce", "optimizer", "gather", "snapshot")
 TP2_PP2_DP2 = ScriptSpec(nproc=8, steps=5, options=(*ScriptSpec().options, *TP2_PP2))
 
 FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform")
@@ -30,7 +30,7 @@ def check_same(run: Launch, reference: Launch, spec: ScriptSpec, *, alive: int) 
 
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
-    "kill", [f"{index % 4}@3:{phase}" for index, phase in enumerate(PHASES)], ids=str
+    "kill", [f"{index % 4}@3:{phase}" for index, phase in enumerate(STEP_PHASES)], ids=str
 )
 def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Launch, kill: str) -> None:
     check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
