@@ -7,13 +7,14 @@ not have places for all losses, who was lost is back before the next fault.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from elaswave_plugin.config import Kill, parse_kill
+from elaswave_plugin.config import parse_kill
 from tests.faults.harness import JobSpec, Outcome, Trace
 from tests.sample import sampled
 
@@ -25,21 +26,28 @@ Runs = dict[tuple[str, int], Outcome]
 
 
 def convoys(
-    cases: Iterable[Any], spec_of: Callable[..., JobSpec], *, most: int = 3, returns: bool = False
+    cases: Iterable[Any],
+    spec_of: Callable[..., JobSpec],
+    *,
+    most: int = 3,
+    first: int | None = None,
+    returns: bool = False,
 ) -> list[Any]:
     """The cases of a parameter, an eighth of whose convoys is in each part.
 
-    ``spec_of(*case)``: the launch of a case alone, with one kill. A convoy has up to ``most`` cases
-    of one job, each with another victim, in an order that is drawn; ``returns``: who is lost comes
-    back before the next fault. The first case stays alone.
+    ``spec_of(*case)``: the launch of a case alone. A convoy has cases of one job with up to
+    ``most`` kills, each with another victim, in an order that is drawn. ``first``: the step of the
+    first kill, if it is not its own; ``returns``: who is lost comes back before the next fault. The
+    first case stays alone.
     """
     every = [case if isinstance(case, tuple) else (case,) for case in cases]
     specs = [spec_of(*case) for case in every]
     found = {}
     dealt = dealt_out(specs, most=most)
     for number, (convoy, drawn) in enumerate(zip(dealt, sampled(range(len(dealt))), strict=True)):
+        job = {"first": first, "returns": returns}
         for place, index in enumerate(convoy):
-            mark = pytest.mark.convoy(number, place, specs[index], returns)
+            mark = pytest.mark.convoy(number, place, specs[index], job)
             found[index] = pytest.param(*every[index], marks=[*drawn.marks, mark])
     return [found[index] for index in range(len(every))]
 
@@ -47,36 +55,53 @@ def convoys(
 def dealt_out(specs: Sequence[JobSpec], *, most: int) -> list[list[int]]:
     """The numbers of the cases of each convoy, in the order of their faults."""
     dice = random.Random(repr(specs))
-    decks: dict[JobSpec, dict[int, list[int]]] = {}
-    for index, spec in enumerate(specs[1:], start=1):
-        deck = decks.setdefault(replace(spec, kills=()), {})
-        deck.setdefault(kill_of(spec).slot, []).append(index)
+    victims = [{parse_kill(kill).slot for kill in spec.kills} for spec in specs]
+    rest = list(range(1, len(specs)))
+    dice.shuffle(rest)
     found = [[0]]
-    for deck in decks.values():
-        for some in deck.values():
-            dice.shuffle(some)
-        while any(deck.values()):
-            # Victims with most cases first: so there are as few convoys as can be.
-            victims = sorted(deck.values(), key=lambda some: (len(some), dice.random()))
-            convoy = [some.pop() for some in victims[-most:] if some]
-            dice.shuffle(convoy)
-            found.append(convoy)
+    while rest:
+        # Victims with most cases first: so there are as few convoys as can be.
+        counts = Counter(slot for index in rest for slot in victims[index])
+        rest.sort(key=lambda index: -max(counts[slot] for slot in victims[index]))
+        convoy: list[int] = []
+        for index in rest:
+            others = set[int]().union(*(victims[one] for one in convoy))
+            is_alike = not convoy or job_of(specs[index]) == job_of(specs[convoy[0]])
+            has_place = not convoy or len(others) + len(victims[index]) <= most
+            if is_alike and has_place and others.isdisjoint(victims[index]):
+                convoy.append(index)
+        rest = [index for index in rest if index not in convoy]
+        dice.shuffle(convoy)
+        found.append(convoy)
     return found
 
 
-def joined(specs: Sequence[JobSpec], *, returns: bool) -> JobSpec:
-    """One launch with the kills of all: each in its own step, counted from the turn's begin."""
-    kills, changes, begin = [], [], 0
+def job_of(spec: JobSpec) -> JobSpec:
+    """The launch without faults."""
+    return replace(spec, kills=())
+
+
+def joined(specs: Sequence[JobSpec], *, returns: bool, first: int | None = None) -> JobSpec:
+    """One launch with the kills of all, each in its own step: the next that has such a phase.
+
+    With returns a worker is back ``AWAY`` steps behind its loss, and as many steps as the first
+    fault had before it lie before the next one.
+    """
+    if len(specs) == 1:
+        return specs[0]
+    begin = parse_kill(specs[0].kills[0]).step if first is None else first
+    kills, changes, step = [], [], begin
     for spec in specs:
-        kill = kill_of(spec)
-        kills.append(str(replace(kill, step=begin + kill.step)))
-        begin += kill.step + AWAY if returns else 1
-        changes.append(f"+{kill.slot}@{begin}")
-    if not returns or len(specs) == 1:
+        for kill in map(parse_kill, spec.kills):
+            step = spec.step_with(kill.phase, step)
+            kills.append(str(replace(kill, step=step)))
+            changes.append(f"+{kill.slot}@{step + AWAY}")
+            step += AWAY + begin if returns else 1
+    if not returns:
         return replace(specs[0], kills=tuple(kills))
     return replace(
         specs[0],
-        steps=specs[0].steps + begin - kill_of(specs[-1]).step - AWAY,
+        steps=specs[0].steps + parse_kill(kills[-1]).step - begin,
         kills=tuple(kills),
         changes=tuple(changes[:-1]),
         respawn=len(specs),
@@ -84,18 +109,12 @@ def joined(specs: Sequence[JobSpec], *, returns: bool) -> JobSpec:
     )
 
 
-def kill_of(spec: JobSpec) -> Kill:
-    """The only one of a case."""
-    (kill,) = spec.kills
-    return parse_kill(kill)
-
-
 @dataclass(frozen=True, slots=True)
 class Convoy:
-    """A job that has run, and the place of the fault of the case that asks."""
+    """A job that has run, and the faults of the case that asks."""
 
     run: Outcome
-    place: int
+    own: tuple[str, ...]
 
     @property
     def undisturbed(self) -> JobSpec:
@@ -116,18 +135,18 @@ class Convoy:
 
     @property
     def recovered(self) -> list[dict[str, Any]]:
-        """The events of the recovery from the own fault."""
-        kills, found = self.run.spec.kills, recoveries(self.run)
-        assert kills[self.place] in found, f"not recovered from {kills[self.place]}"
-        return found[kills[self.place]]
+        """The events of the recoveries from the own faults."""
+        found = recoveries(self.run)
+        return [event for kill in self.own for event in found[kill]]
 
     def check(self, wanted: Trace, whole: Callable[[], None]) -> None:
-        """Fail for a difference behind the own fault, skip for one behind an earlier fault.
+        """Fail for a difference behind an own fault, skip for one behind an earlier fault.
 
         ``whole()`` raises AssertionError for what has no step: then all cases fail.
         """
-        differs = first_difference(self.run.trace(), wanted)
-        check_case(self.place, self.run.spec.kills, self._restored, differs)
+        kills, restored = self.run.spec.kills, self._restored
+        differs = first_difference(self.run.trace(), wanted, kills, restored)
+        check_case(self.own, kills, restored, differs, self.run.output[-2000:])
         if differs is None:
             whole()
             assert self.recovered
@@ -148,33 +167,58 @@ def recoveries(run: Outcome) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def first_difference(ours: Trace, theirs: Trace) -> int | None:
-    """Return the first step that is missing or another one in ``ours``; None if there is none."""
-    return min((step for step in theirs if ours.get(step) != theirs[step]), default=None)
+def first_difference(
+    ours: Trace, theirs: Trace, kills: Sequence[str], restored: Mapping[str, int]
+) -> int | None:
+    """Return the first step that is missing or another one in ``ours``, or whose fault is missing.
+
+    None if there is none.
+    """
+    missing = {parse_kill(kill).step for kill in kills if kill not in restored}
+    differing = {step for step in ours | theirs if ours.get(step) != theirs.get(step)}
+    return min(missing | differing, default=None)
 
 
-def blamed(kills: Sequence[str], restored: Mapping[str, int], differs: int) -> int:
-    """Return the place of the fault behind which the first difference stands.
+def blamed(kills: Sequence[str], restored: Mapping[str, int], differs: int) -> str:
+    """Return the fault behind which the first difference stands, else the first one.
 
     ``kills``: in the order of their steps; ``restored``: the step to which the run rolled back, of
     those that it recovered from; ``differs``: the first step that is another one.
     """
-    steps = [parse_kill(kill).step for kill in kills]
-    first = [min(step, restored.get(kill, step)) for kill, step in zip(kills, steps, strict=True)]
-    return max((place for place, step in enumerate(first) if step <= differs), default=0)
+    steps = {kill: min(parse_kill(kill).step, restored.get(kill, differs)) for kill in kills}
+    return [kill for kill in kills if kill == kills[0] or steps[kill] <= differs][-1]
 
 
 def check_case(
-    place: int, kills: Sequence[str], restored: Mapping[str, int], differs: int | None
+    own: Sequence[str],
+    kills: Sequence[str],
+    restored: Mapping[str, int],
+    differs: int | None,
+    output: str = "",
 ) -> None:
-    """Fail if the fault of this place is to blame, skip if an earlier one is."""
+    """Fail if one of the ``own`` faults is to blame, skip if an earlier one is."""
     if differs is None:
         return
     fault = blamed(kills, restored, differs)
-    said = f"another run from step {differs} on, after {kills[fault]} of {' '.join(kills)}"
-    assert fault != place, said
-    if fault < place:
+    said = f"another run from step {differs} on, after {fault} of {' '.join(kills)}"
+    assert fault not in own, f"{said}\n{output}"
+    if kills.index(fault) < kills.index(own[0]):
         pytest.skip(f"not run: {said}; name the case by :: to run it alone")
+
+
+def verdicts(run: Outcome, check: Callable[[Convoy], None]) -> list[str]:
+    """Tell what becomes of a case of each fault of a run: for negative controls."""
+    found = []
+    for kill in run.spec.kills:
+        try:
+            check(Convoy(run, (kill,)))
+        except AssertionError as error:
+            found.append("fails" if f"after {kill} of" in str(error) else str(error))
+        except pytest.skip.Exception:
+            found.append("not run")
+        else:
+            found.append("passes")
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -187,16 +231,15 @@ def played() -> Runs:
 def convoy(request: pytest.FixtureRequest, run: Callable[[Any], Outcome], played: Runs) -> Convoy:
     """The convoy of the selected cases that the asking one is of; it is run once."""
     test = request.node.nodeid.partition("[")[0]
-    own = request.node.get_closest_marker("convoy").args
-    others = [
-        mark.args
-        for item in request.session.items
-        if item.nodeid.partition("[")[0] == test
-        for mark in item.iter_markers("convoy")
-        if mark.args[0] == own[0]
-    ]
-    others.sort(key=lambda args: args[1])
-    if (test, own[0]) not in played:
-        specs = [spec for _, _, spec, _ in others]
-        played[test, own[0]] = run(joined(specs, returns=own[3]))
-    return Convoy(played[test, own[0]], [args[1] for args in others].index(own[1]))
+    number, _, own, job = request.node.get_closest_marker("convoy").args
+    same = [item for item in request.session.items if item.nodeid.partition("[")[0] == test]
+    marks = [mark.args for item in same for mark in item.iter_markers("convoy")]
+    specs = {place: spec for convoy, place, spec, _ in marks if convoy == number}
+    if (test, number) not in played:
+        cases = [spec for _, spec in sorted(specs.items(), key=lambda one: one[0])]
+        played[test, number] = run(joined(cases, **job))
+    struck = played[test, number].spec.kills
+    victims = {parse_kill(kill).slot for kill in own.kills}
+    return Convoy(
+        played[test, number], tuple(kill for kill in struck if parse_kill(kill).slot in victims)
+    )

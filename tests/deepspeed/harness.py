@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.config import parse_kill
+from tests.convoys import recoveries
 from tests.faults.harness import (
     FIRST_PROFILED,
     ROOT,
@@ -145,15 +146,12 @@ def as_it_counted(run: Outcome) -> EngineSpec:
     That is one step earlier where somebody had not sealed the last one yet when the fault fired.
     """
     assert isinstance(run.spec, EngineSpec)
-    losses = {event["epoch"]: event["restored_step"] for event in run.events("recovered")}
-    views = [(event["epoch"], event["ranks"]) for event in run.events("view_committed")]
-    told = []
-    for kill in map(parse_kill, run.spec.kills):
-        if not kill.incarnation:
-            without = next(epoch for epoch, ranks in views if kill.slot not in ranks)
-            # A view that another loss superseded was recovered from together with that one.
-            step = losses[min(epoch for epoch in losses if epoch >= without)]
-            told.append(f"{kill.slot}@{step}")
+    found = recoveries(run)
+    told = [
+        f"{parse_kill(kill).slot}@{found[kill][0]['restored_step']}"
+        for kill in run.spec.kills
+        if not parse_kill(kill).incarnation
+    ]
     return replace(run.spec, kills=tuple(told))
 
 

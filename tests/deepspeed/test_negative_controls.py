@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.convoys import Convoy, verdicts
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, EngineSpec, check_recovered
 from tests.faults.harness import check_survived, max_relative_difference
@@ -44,6 +45,37 @@ def test_a_recovery_that_misses_a_part_is_seen(
     check_survived(broken)
     with pytest.raises(AssertionError):
         check_recovered(broken, twin=twin(whole), reference=reference(whole))
+
+
+# Adam begins to count its steps again where the third loss leaves one worker.
+OF_ONE = f"""
+{ZERO}
+from elaswave_plugin.recovery.worker import Worker
+install = Worker.install_view
+def install_and_forget(self, commit):
+    install(self, commit)
+    if len(self.view.ranks) == 1:
+        zero.set_applied_steps = lambda *_: None
+Worker.install_view = install_and_forget
+"""
+
+
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1 0 3", moment="2:forward 3:data 4:snapshot")
+def test_the_fault_of_a_convoy_that_breaks_it_is_named(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    spec = EngineSpec(kills=("1@2:forward", "0@3:data", "3@4:snapshot"), sabotage=OF_ONE)
+    broken = run(spec)
+    check_survived(broken)
+    planned = twin(replace(Convoy(broken, ()).planned, sabotage=""))
+    whole = reference(replace(spec, sabotage=""))
+    found = verdicts(
+        broken,
+        lambda one: one.check(
+            planned.trace(), lambda: check_recovered(broken, twin=planned, reference=whole)
+        ),
+    )
+    assert found == ["passes", "passes", "fails"]
 
 
 @proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="3:backward")

@@ -6,12 +6,12 @@ Moments are the phases of a step, an evaluation, a save, a resumed run, a return
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safetensors.torch import load_file
 
-from elaswave_plugin.config import STEP_PHASES
+from elaswave_plugin.config import STEP_PHASES, parse_change
 from elaswave_plugin.tracking.state_dump import hash_state
 from tests.deepspeed.harness import PRELOAD, EngineSpec, as_it_counted, check_recovered
 from tests.deepspeed.hf_runs import AUTO, SAVING, TRAINER, check_newcomer, check_tapes, checkpoints
@@ -28,6 +28,8 @@ STAGES = range(4)
 WORKERS = 4
 # A lost worker comes back before this step.
 BACK = 4
+# Steps from one checkpoint and evaluation to the next.
+EVERY = 2
 # A job is resumed behind this step, and the last checkpoint is that of its last one.
 RESUMED, LAST = 4, 6
 
@@ -36,7 +38,8 @@ RESUMED, LAST = 4, 6
 class TrainerSpec(EngineSpec):
     """One launch of the stock script, which evaluates and saves every two of its six steps."""
 
-    moment: str = ""
+    # Its name: two jobs that differ in it alone are the same.
+    moment: str = field(default="", compare=False)
     lora: bool = False
     offload: bool = False
     # Steps of the checkpoint from which it is resumed.
@@ -47,10 +50,14 @@ class TrainerSpec(EngineSpec):
         """Samples of each step."""
         return (self.steps - self.made) * [self.global_batch]
 
+    def step_with(self, phase: str, first: int) -> int:
+        """The first step from ``first`` on in which a worker is in this phase."""
+        return first + first % EVERY if phase in OUTSIDE else first
+
 
 def case(moment: str, stage: int, lora: bool, offload: bool) -> TrainerSpec:
-    """The launch that loses a worker at a moment; which one, its kind of job decides."""
-    slot = (stage + 2 * lora + offload) % WORKERS
+    """The launch that loses a worker at a moment; these and its kind of job decide which one."""
+    slot = (stage + 2 * lora + offload + MOMENTS.index(moment) // 2) % WORKERS
     auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     place: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, **place}
@@ -63,6 +70,7 @@ def case(moment: str, stage: int, lora: bool, offload: bool) -> TrainerSpec:
     usual = (f"{slot}@{4 if moment in OUTSIDE else 3}:{moment}",)
     return TrainerSpec(
         moment=moment,
+        made=RESUMED if moment == RESUME else 0,
         stage=stage,
         lora=lora,
         offload=offload,
@@ -98,10 +106,10 @@ def cover() -> list[TrainerSpec]:
 
 def launch(spec: TrainerSpec, runs: Runs) -> Outcome:
     """Run a case; one that is resumed, from a checkpoint of the run that nothing disturbs."""
-    if spec.moment == RESUME:
-        folder = runs.reference(replace(spec, moment="")).directory / "trainer"
-        options = (*spec.options, f"--resume={folder / f'checkpoint-{RESUMED}'}")
-        spec = replace(spec, options=options, made=RESUMED)
+    if spec.made:
+        folder = runs.reference(replace(spec, made=0)).directory / "trainer"
+        options = (*spec.options, f"--resume={folder / f'checkpoint-{spec.made}'}")
+        spec = replace(spec, options=options)
     return runs.run(spec)
 
 
@@ -110,14 +118,14 @@ def check(run: Outcome, runs: Runs) -> None:
     spec = run.spec
     assert isinstance(spec, TrainerSpec)
     assert run.returncode == 0, run.output[-4000:]
-    planned = runs.twin(replace(as_it_counted(run), moment=""))
-    undisturbed = runs.reference(replace(spec, moment="", respawn=0))
+    planned = runs.twin(as_it_counted(run))
+    undisturbed = runs.reference(replace(spec, respawn=0))
     check_recovered(run, twin=planned, reference=undisturbed)
     check_tapes(run, undisturbed, survivors=WORKERS - len(spec.kills))
-    if spec.moment == RETURN:
-        check_newcomer(run, undisturbed, first=BACK)
+    for back in map(parse_change, spec.changes):
+        check_newcomer(run, undisturbed, first=back.step)
     if spec.offload:
-        check_offloaded(run, fewest=1 if spec.moment in (RESUME, RETURN) else None)
+        check_offloaded(run, fewest=1 if spec.made or spec.changes else None)
     if spec.lora:
         assert all(".lora_" in name for name, _ in hash_state(run.directory).by_name)
     check_checkpoints(run, planned, undisturbed)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.convoys import verdicts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
 from tests.proofs import Kind, Promise, proves
@@ -40,6 +41,31 @@ def test_breaking_one_part_of_exactness_is_seen(
     broken, undisturbed = run(spec), reference(replace(spec, sabotage=""))
     check_survived(broken)
     assert broken.trace() != undisturbed.trace()
+
+
+# From the view on that the second loss leaves.
+OF_TWO = """
+from elaswave_plugin.core.step import dataflow
+from elaswave_plugin.recovery.worker import Worker
+fold, install = dataflow.fold_order, Worker.install_view
+def install_and_turn(self, commit):
+    install(self, commit)
+    if len(self.view.ranks) == 2:
+        dataflow.fold_order = lambda *a, **k: fold(*a, **k)[::-1]
+Worker.install_view = install_and_turn
+"""
+
+
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1 0 3", moment="2:forward 3:data 4:gather")
+def test_the_fault_of_a_convoy_that_breaks_it_is_named(run: Launch, reference: Reference) -> None:
+    spec = JobSpec(kills=("1@2:forward", "0@3:data", "3@4:gather"), sabotage=OF_TWO)
+    broken, undisturbed = run(spec), reference(replace(spec, sabotage=""))
+    check_survived(broken)
+    found = verdicts(
+        broken,
+        lambda one: one.check(undisturbed.trace(), lambda: check_equal(broken, undisturbed)),
+    )
+    assert found == ["passes", "fails", "not run"]
 
 
 @proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="99:backward")

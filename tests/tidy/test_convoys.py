@@ -1,55 +1,16 @@
-"""The rules of convoys: which cases are in one, what it does, and which case is to blame."""
+"""The rules of convoys: which cases are in one, in which steps they strike, which is to blame."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from elaswave_plugin.config import parse_kill
-from tests.convoys import blamed, check_case, dealt_out, first_difference, joined, kill_of
+from tests.convoys import blamed, check_case, dealt_out, first_difference, job_of, joined
 from tests.faults.harness import JobSpec, Trace
 
 KILLS = ("0@2:data", "1@3:backward", "2@4:gather")
 RESTORED = {"0@2:data": 2, "1@3:backward": 3, "2@4:gather": 5}
-WANTED = "abcdef"
-
-
-def trace(states: str) -> Trace:
-    return {step: ("loss", "norm", state) for step, state in enumerate(states)}
-
-
-@pytest.mark.parametrize(
-    ("ours", "place"),
-    [
-        ("abcdef", None),
-        ("abXXXX", 0),
-        ("abcXef", 1),
-        ("abcdXX", 2),
-        ("abcde", 2),
-        ("abc", 1),
-        ("XXXXXX", 0),
-    ],
-)
-def test_the_fault_before_the_first_difference_is_to_blame(ours: str, place: int | None) -> None:
-    """Its case fails, those before it pass, those behind it are not run."""
-    differs = first_difference(trace(ours), trace(WANTED))
-    assert (differs is None) == (place is None)
-    for own, kill in enumerate(KILLS):
-        if own == place:
-            with pytest.raises(AssertionError, match=f"from step {differs} on, after {kill} of 0@"):
-                check_case(own, KILLS, RESTORED, differs)
-        elif place is not None and own > place:
-            with pytest.raises(pytest.skip.Exception, match=f"not run: .* after {KILLS[place]}"):
-                check_case(own, KILLS, RESTORED, differs)
-        else:
-            check_case(own, KILLS, RESTORED, differs)
-
-
-def test_a_step_that_is_made_again_belongs_to_the_fault_behind_it() -> None:
-    """A fault that nobody recovered from counts by its own step."""
-    assert blamed(KILLS, {**RESTORED, KILLS[1]: 2}, 2) == 1
-    assert blamed(KILLS, {}, 3) == 1
-
-
 SPECS = [
     replace(base, kills=(f"{slot}@2:{phase}",))
     for base in (JobSpec(), JobSpec(options=("--bf16",)))
@@ -58,17 +19,81 @@ SPECS = [
 ]
 
 
-def test_each_case_is_in_one_convoy_of_one_job_with_other_victims() -> None:
-    dealt = dealt_out(SPECS, most=3)
+def trace(states: str) -> Trace:
+    return {step: ("loss", "norm", state) for step, state in enumerate(states)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "place"),
+    [("abXXXX", 0), ("abcXef", 1), ("abcdXX", 2), ("abcde", 2), ("abc", 1), ("", 0), ("X", 0)],
+)
+def test_the_fault_behind_which_the_first_difference_stands_is_to_blame(
+    ours: str, place: int
+) -> None:
+    """Its case fails, those before it pass, those behind it are not run."""
+    differs = first_difference(trace(ours), trace("abcdef"), KILLS, RESTORED)
+    for own, kill in enumerate(KILLS):
+        if own == place:
+            with pytest.raises(AssertionError, match=f"from step {differs} on, after {kill} of 0@"):
+                check_case((kill,), KILLS, RESTORED, differs)
+        elif own > place:
+            with pytest.raises(pytest.skip.Exception, match=f"not run: .* after {KILLS[place]}"):
+                check_case((kill,), KILLS, RESTORED, differs)
+        else:
+            check_case((kill,), KILLS, RESTORED, differs)
+
+
+def test_an_equal_run_blames_nobody() -> None:
+    assert first_difference(trace("abcdef"), trace("abcdef"), KILLS, RESTORED) is None
+    for kill in KILLS:
+        check_case((kill,), KILLS, RESTORED, None)
+
+
+def test_a_fault_that_nobody_recovered_from_is_to_blame_in_an_equal_run() -> None:
+    without = {kill: step for kill, step in RESTORED.items() if kill != KILLS[1]}
+    differs = first_difference(trace("abcdef"), trace("abcdef"), KILLS, without)
+    assert differs == 3 and blamed(KILLS, without, differs) == KILLS[1]
+
+
+def test_a_step_that_is_done_again_belongs_to_the_fault_behind_it() -> None:
+    assert blamed(KILLS, {**RESTORED, KILLS[1]: 2}, 2) == KILLS[1]
+
+
+def test_a_case_of_two_faults_fails_for_each_and_is_not_run_behind_an_earlier_one() -> None:
+    for differs in (3, 4):
+        with pytest.raises(AssertionError, match=f"after {KILLS[differs - 2]} of"):
+            check_case(KILLS[1:], KILLS, RESTORED, differs)
+    with pytest.raises(pytest.skip.Exception, match="not run"):
+        check_case(KILLS[1:], KILLS, RESTORED, 2)
+
+
+def slots(kills: Sequence[str]) -> list[int]:
+    return [int(kill[0]) for kill in kills]
+
+
+@pytest.mark.parametrize(("most", "jobs"), [(3, 9), (2, 13)])
+def test_each_case_is_in_one_convoy_of_its_job_with_other_victims(most: int, jobs: int) -> None:
+    dealt = dealt_out(SPECS, most=most)
     assert sorted(index for convoy in dealt for index in convoy) == list(range(len(SPECS)))
-    assert dealt[0] == [0] and len(dealt) == 1 + 4 + 4
+    assert dealt[0] == [0] and len(dealt) == jobs
     for convoy in dealt:
         specs = [SPECS[index] for index in convoy]
-        assert len({replace(spec, kills=()) for spec in specs}) == 1
-        assert len({kill_of(spec).slot for spec in specs}) == len(convoy) <= 3
+        assert len({job_of(spec) for spec in specs}) == 1
+        victims = slots([spec.kills[0] for spec in specs])
+        assert len({*victims}) == len(victims) <= most
     # The same in every session, and in no order of slots.
-    assert dealt == dealt_out(SPECS, most=3)
+    assert dealt == dealt_out(SPECS, most=most)
     assert any(sorted(convoy) != convoy for convoy in dealt)
+
+
+def test_a_case_of_two_faults_takes_the_place_of_two() -> None:
+    two = JobSpec(kills=("0@1:backward", "1@3:forward"))
+    specs = [two, two, *(replace(two, kills=(f"{slot}@1:data",)) for slot in range(4))]
+    victims = [
+        sorted(slot for index in convoy for slot in slots(specs[index].kills))
+        for convoy in dealt_out(specs, most=3)
+    ]
+    assert sorted(victims) == [[0, 1], [0, 1, 2], [0, 1, 3]]
 
 
 def test_a_case_alone_is_its_own_job() -> None:
@@ -84,3 +109,15 @@ def test_faults_follow_each_other_with_returns_between_or_none() -> None:
     assert back.kills == ("1@2:data", "0@6:data", "2@10:data")
     assert back.changes == ("+1@4", "+0@8")
     assert back.steps - parse_kill(back.kills[-1]).step == specs[0].steps - 2
+
+
+def test_faults_begin_in_a_given_step_and_wait_for_their_phase() -> None:
+    class Saving(JobSpec):
+        def step_with(self, phase: str, first: int) -> int:
+            return first + first % 2 if phase == "save" else first
+
+    two = Saving(kills=("0@1:backward", "3@3:save"))
+    specs = [replace(two, kills=("1@3:data",)), two, replace(two, kills=("2@4:gather",))]
+    job = joined(specs, returns=False, first=1)
+    assert job.kills == ("1@1:data", "0@2:backward", "3@4:save", "2@5:gather")
+    assert job.steps == two.steps
