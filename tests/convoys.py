@@ -1,9 +1,8 @@
 """Convoys: jobs with several faults, each of which is a case of a family.
 
 `convoys` deals out the cases of a family, `convoy` runs those of one that were selected, once, and
-`Convoy.check` judges a case. `pytest FILE::TEST[CASE]` runs a case alone. A return costs half as
-much as a small job, so most convoys have none: 4 workers become 1. Where a job is dear, or would
-not have places for all losses, who was lost is back before the next fault.
+`Convoy.check` judges a case. `pytest FILE::TEST[CASE]` runs a case alone. Nobody comes back, 4
+workers become 1: three losses take as long as one, and a return three quarters of a small job.
 """
 
 import random
@@ -18,10 +17,6 @@ from elaswave_plugin.config import parse_kill
 from tests.faults.harness import JobSpec, Outcome, Trace
 from tests.sample import sampled
 
-# A worker comes back so many steps behind its loss: one at least is made without it.
-AWAY = 2
-# The agent waits half a second by itself, and no processor works then.
-RESPAWN_S = 0.02
 Runs = dict[tuple[str, int], Outcome]
 
 
@@ -30,39 +25,37 @@ def convoys(
     spec_of: Callable[..., JobSpec],
     *,
     most: int = 3,
+    group: int = 1,
     first: int | None = None,
-    returns: bool = False,
 ) -> list[Any]:
     """The cases of a parameter, an eighth of whose convoys is in each part.
 
     ``spec_of(*case)``: the launch of a case alone. A convoy has cases of one job with up to
-    ``most`` kills, each with another victim, in an order that is drawn. ``first``: the step of the
-    first kill, if it is not its own; ``returns``: who is lost comes back before the next fault. The
-    first case stays alone.
+    ``most`` kills, each in another ``group`` of neighbouring slots, in an order that is drawn.
+    ``first``: the step of the first kill, if it is not its own. The first case stays alone.
     """
     every = [case if isinstance(case, tuple) else (case,) for case in cases]
     specs = [spec_of(*case) for case in every]
     found = {}
-    dealt = dealt_out(specs, most=most)
+    dealt = dealt_out(specs, most=most, group=group)
     for number, (convoy, drawn) in enumerate(zip(dealt, sampled(range(len(dealt))), strict=True)):
-        job = {"first": first, "returns": returns}
         for place, index in enumerate(convoy):
-            mark = pytest.mark.convoy(number, place, specs[index], job)
+            mark = pytest.mark.convoy(number, place, specs[index], first)
             found[index] = pytest.param(*every[index], marks=[*drawn.marks, mark])
     return [found[index] for index in range(len(every))]
 
 
-def dealt_out(specs: Sequence[JobSpec], *, most: int) -> list[list[int]]:
+def dealt_out(specs: Sequence[JobSpec], *, most: int, group: int = 1) -> list[list[int]]:
     """The numbers of the cases of each convoy, in the order of their faults."""
     dice = random.Random(repr(specs))
-    victims = [{parse_kill(kill).slot for kill in spec.kills} for spec in specs]
+    victims = [{parse_kill(kill).slot // group for kill in spec.kills} for spec in specs]
     rest = list(range(1, len(specs)))
     dice.shuffle(rest)
     found = [[0]]
     while rest:
         # Victims with most cases first: so there are as few convoys as can be.
-        counts = Counter(slot for index in rest for slot in victims[index])
-        rest.sort(key=lambda index: -max(counts[slot] for slot in victims[index]))
+        counts = Counter(one for index in rest for one in victims[index])
+        rest.sort(key=lambda index: -max(counts[one] for one in victims[index]))
         convoy: list[int] = []
         for index in rest:
             others = set[int]().union(*(victims[one] for one in convoy))
@@ -81,32 +74,17 @@ def job_of(spec: JobSpec) -> JobSpec:
     return replace(spec, kills=())
 
 
-def joined(specs: Sequence[JobSpec], *, returns: bool, first: int | None = None) -> JobSpec:
-    """One launch with the kills of all, each in its own step: the next that has such a phase.
-
-    With returns a worker is back ``AWAY`` steps behind its loss, and as many steps as the first
-    fault had before it lie before the next one.
-    """
+def joined(specs: Sequence[JobSpec], *, first: int | None = None) -> JobSpec:
+    """One launch with the kills of all, each in its own step: the next that has such a phase."""
     if len(specs) == 1:
         return specs[0]
-    begin = parse_kill(specs[0].kills[0]).step if first is None else first
-    kills, changes, step = [], [], begin
-    for spec in specs:
-        for kill in map(parse_kill, spec.kills):
-            step = spec.step_with(kill.phase, step)
-            kills.append(str(replace(kill, step=step)))
-            changes.append(f"+{kill.slot}@{step + AWAY}")
-            step += AWAY + begin if returns else 1
-    if not returns:
-        return replace(specs[0], kills=tuple(kills))
-    return replace(
-        specs[0],
-        steps=specs[0].steps + parse_kill(kills[-1]).step - begin,
-        kills=tuple(kills),
-        changes=tuple(changes[:-1]),
-        respawn=len(specs),
-        respawn_s=RESPAWN_S,
-    )
+    kills: list[str] = []
+    step = parse_kill(specs[0].kills[0]).step if first is None else first
+    for kill in (parse_kill(kill) for spec in specs for kill in spec.kills):
+        step = specs[0].step_with(kill.phase, step)
+        kills.append(str(replace(kill, step=step)))
+        step += 1
+    return replace(specs[0], kills=tuple(kills))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +93,6 @@ class Convoy:
 
     run: Outcome
     own: tuple[str, ...]
-
-    @property
-    def undisturbed(self) -> JobSpec:
-        """The launch that nothing disturbs."""
-        return replace(self.run.spec, kills=(), changes=(), respawn=0, respawn_s=None)
 
     @property
     def planned(self) -> JobSpec:
@@ -231,13 +204,13 @@ def played() -> Runs:
 def convoy(request: pytest.FixtureRequest, run: Callable[[Any], Outcome], played: Runs) -> Convoy:
     """The convoy of the selected cases that the asking one is of; it is run once."""
     test = request.node.nodeid.partition("[")[0]
-    number, _, own, job = request.node.get_closest_marker("convoy").args
+    number, _, own, first = request.node.get_closest_marker("convoy").args
     same = [item for item in request.session.items if item.nodeid.partition("[")[0] == test]
     marks = [mark.args for item in same for mark in item.iter_markers("convoy")]
     specs = {place: spec for convoy, place, spec, _ in marks if convoy == number}
     if (test, number) not in played:
         cases = [spec for _, spec in sorted(specs.items(), key=lambda one: one[0])]
-        played[test, number] = run(joined(cases, **job))
+        played[test, number] = run(joined(cases, first=first))
     struck = played[test, number].spec.kills
     victims = {parse_kill(kill).slot for kill in own.kills}
     return Convoy(

@@ -51,7 +51,7 @@ def test_the_cover_has_every_pair() -> None:
 def test_kill_in_a_phase_of_a_step_equals_the_planned_departure(
     convoy: Convoy, twin: Twin, reference: Launch, spec: EngineSpec
 ) -> None:
-    planned, undisturbed = twin(convoy.planned), reference(convoy.undisturbed)
+    planned, undisturbed = twin(convoy.planned), reference(convoy.run.spec)
     convoy.check(
         planned.trace(),
         lambda: check_recovered(convoy.run, twin=planned, reference=undisturbed),

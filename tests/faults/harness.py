@@ -147,8 +147,6 @@ class JobSpec:
     changes: tuple[str, ...] = ()
     consistency: str = "exact"
     respawn: int = 0
-    # Seconds until a lost worker is started again; None: as the product has it.
-    respawn_s: float | None = None
     # Other work on the machine makes workers slow: it must not change the views of a test.
     slow_workers: str = "name"
     dump: str = "every"
@@ -334,11 +332,7 @@ def open_launcher(
             _arguments(spec, place, zygote=zygote, data=data, directory=directory),
             output=output.fileno(),
             cwd=directory,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **({} if spec.respawn_s is None else {"TESTS_RESPAWN_S": str(spec.respawn_s)}),
-            },
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
 

@@ -3,7 +3,6 @@
 import os
 import sys
 
-from elaswave_plugin.core.agreement import respawn
 from elaswave_plugin.ipc.environment import JOB_SECRET_FD, SNAPSHOT_FDS
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
 from elaswave_plugin.launch.launch import main
@@ -13,6 +12,4 @@ if __name__ == "__main__":
     for name in (JOB_SECRET_FD, PROGRESS_FD, SNAPSHOT_FDS):
         for number in os.environ.pop(name).split(","):
             os.close(int(number))
-    if seconds := os.environ.pop("TESTS_RESPAWN_S", ""):
-        respawn._FIRST_DELAY_S = float(seconds)
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.convoys import Convoy, convoys
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import (
     JobSpec,
@@ -30,15 +31,20 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 
+# With two of the four TP groups, as many as there are stages are left.
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("spec", sampled(single_losses()), ids=lambda spec: spec.kills[0])
-def test_any_worker_of_tp_pp_dp(run: Launch, reference: Reference, spec: JobSpec) -> None:
-    survived = run(spec)
-    check_equal(survived, reference(TP2_PP2_DP2))
-    recoveries = survived.events("recovered")
-    assert len(recoveries) == 7
+@pytest.mark.parametrize(
+    "spec",
+    convoys(single_losses(), lambda spec: spec, most=2, group=2),
+    ids=lambda spec: spec.kills[0],
+)
+def test_any_worker_of_tp_pp_dp(convoy: Convoy, reference: Reference, spec: JobSpec) -> None:
+    undisturbed = reference(TP2_PP2_DP2)
+    convoy.check(undisturbed.trace(), lambda: check_equal(convoy.run, undisturbed))
+    (kill,) = convoy.own
+    assert len(convoy.recovered) == 7 - convoy.run.spec.kills.index(kill)
     if REROUTE[0] in spec.options:
-        assert {event["dataflow"] for event in recoveries} == {"reroute"}
+        assert {event["dataflow"] for event in convoy.recovered} == {"reroute"}
 
 
 @proves(Kind.KILLS, Promise.EQUAL)

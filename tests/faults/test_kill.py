@@ -33,7 +33,7 @@ def spec_of(slot: int, phase: str) -> JobSpec:
 def test_kill_in_a_phase_of_a_step_changes_nothing(
     convoy: Convoy, reference: Reference, slot: int, phase: str
 ) -> None:
-    undisturbed = reference(convoy.undisturbed)
+    undisturbed = reference(convoy.run.spec)
     convoy.check(undisturbed.trace(), lambda: check_equal(convoy.run, undisturbed))
     in_place = [event["in_place"] for event in convoy.recovered]
     assert in_place

@@ -7,6 +7,7 @@ import pytest
 from tests.convoys import verdicts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.faults.hybrid_matrix import TP2_PP2_DP2
 from tests.proofs import Kind, Promise, proves
 
 SABOTAGE = {
@@ -43,29 +44,42 @@ def test_breaking_one_part_of_exactness_is_seen(
     assert broken.trace() != undisturbed.trace()
 
 
-# From the view on that the second loss leaves.
-OF_TWO = """
-from elaswave_plugin.core.step import dataflow
+# A running stream from the view on that a loss leaves with so many workers.
+WITH_FEW = """
+from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.recovery.worker import Worker
-fold, install = dataflow.fold_order, Worker.install_view
-def install_and_turn(self, commit):
+install = Worker.install_view
+def install_and_forget(self, commit):
     install(self, commit)
-    if len(self.view.ranks) == 2:
-        dataflow.fold_order = lambda *a, **k: fold(*a, **k)[::-1]
-Worker.install_view = install_and_turn
+    if len(self.view.ranks) == {left}:
+        rng.set_key = lambda *k, **size: None
+Worker.install_view = install_and_forget
 """
 
 
-@proves(Kind.SABOTAGE, Promise.SEEN, victim="1 0 3", moment="2:forward 3:data 4:gather")
-def test_the_fault_of_a_convoy_that_breaks_it_is_named(run: Launch, reference: Reference) -> None:
-    spec = JobSpec(kills=("1@2:forward", "0@3:data", "3@4:gather"), sabotage=OF_TWO)
-    broken, undisturbed = run(spec), reference(replace(spec, sabotage=""))
+@proves(Kind.SABOTAGE, Promise.SEEN)
+@pytest.mark.parametrize(
+    ("spec", "left", "wanted"),
+    [
+        (
+            JobSpec(kills=("1@2:forward", "0@3:data", "3@4:gather")),
+            2,
+            ["passes", "fails", "not run"],
+        ),
+        (replace(TP2_PP2_DP2, kills=("1@3:forward", "6@4:reduce")), 6, ["passes", "fails"]),
+    ],
+    ids=["dp4", "tp2 pp2 dp2"],
+)
+def test_the_fault_of_a_convoy_that_breaks_it_is_named(
+    run: Launch, reference: Reference, spec: JobSpec, left: int, wanted: list[str]
+) -> None:
+    broken, undisturbed = run(replace(spec, sabotage=WITH_FEW.format(left=left))), reference(spec)
     check_survived(broken)
     found = verdicts(
         broken,
         lambda one: one.check(undisturbed.trace(), lambda: check_equal(broken, undisturbed)),
     )
-    assert found == ["passes", "fails", "not run"]
+    assert found == wanted
 
 
 @proves(Kind.SABOTAGE, Promise.SEEN, victim="2", moment="99:backward")

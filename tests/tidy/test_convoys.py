@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.config import parse_kill
 from tests.convoys import blamed, check_case, dealt_out, first_difference, job_of, joined
 from tests.faults.harness import JobSpec, Trace
 
@@ -67,22 +66,24 @@ def test_a_case_of_two_faults_fails_for_each_and_is_not_run_behind_an_earlier_on
         check_case(KILLS[1:], KILLS, RESTORED, 2)
 
 
-def slots(kills: Sequence[str]) -> list[int]:
-    return [int(kill[0]) for kill in kills]
+def slots(kills: Sequence[str], group: int = 1) -> list[int]:
+    return [int(kill[0]) // group for kill in kills]
 
 
-@pytest.mark.parametrize(("most", "jobs"), [(3, 9), (2, 13)])
-def test_each_case_is_in_one_convoy_of_its_job_with_other_victims(most: int, jobs: int) -> None:
-    dealt = dealt_out(SPECS, most=most)
+@pytest.mark.parametrize(("most", "group", "jobs"), [(3, 1, 9), (2, 1, 13), (3, 2, 13)])
+def test_each_case_is_in_one_convoy_of_its_job_with_other_victims(
+    most: int, group: int, jobs: int
+) -> None:
+    dealt = dealt_out(SPECS, most=most, group=group)
     assert sorted(index for convoy in dealt for index in convoy) == list(range(len(SPECS)))
     assert dealt[0] == [0] and len(dealt) == jobs
     for convoy in dealt:
         specs = [SPECS[index] for index in convoy]
         assert len({job_of(spec) for spec in specs}) == 1
-        victims = slots([spec.kills[0] for spec in specs])
+        victims = slots([spec.kills[0] for spec in specs], group)
         assert len({*victims}) == len(victims) <= most
     # The same in every session, and in no order of slots.
-    assert dealt == dealt_out(SPECS, most=most)
+    assert dealt == dealt_out(SPECS, most=most, group=group)
     assert any(sorted(convoy) != convoy for convoy in dealt)
 
 
@@ -97,18 +98,12 @@ def test_a_case_of_two_faults_takes_the_place_of_two() -> None:
 
 
 def test_a_case_alone_is_its_own_job() -> None:
-    for returns in (False, True):
-        assert joined(SPECS[:1], returns=returns) == SPECS[0]
+    assert joined(SPECS[:1], first=5) == SPECS[0]
 
 
-def test_faults_follow_each_other_with_returns_between_or_none() -> None:
-    specs = [SPECS[index] for index in (3, 0, 6)]
-    plain = joined(specs, returns=False)
-    assert plain == replace(JobSpec(), kills=("1@2:data", "0@3:data", "2@4:data"))
-    back = joined(specs, returns=True)
-    assert back.kills == ("1@2:data", "0@6:data", "2@10:data")
-    assert back.changes == ("+1@4", "+0@8")
-    assert back.steps - parse_kill(back.kills[-1]).step == specs[0].steps - 2
+def test_faults_follow_each_other_from_the_step_of_the_first_on() -> None:
+    job = joined([SPECS[index] for index in (3, 0, 6)])
+    assert job == replace(JobSpec(), kills=("1@2:data", "0@3:data", "2@4:data"))
 
 
 def test_faults_begin_in_a_given_step_and_wait_for_their_phase() -> None:
@@ -118,6 +113,6 @@ def test_faults_begin_in_a_given_step_and_wait_for_their_phase() -> None:
 
     two = Saving(kills=("0@1:backward", "3@3:save"))
     specs = [replace(two, kills=("1@3:data",)), two, replace(two, kills=("2@4:gather",))]
-    job = joined(specs, returns=False, first=1)
+    job = joined(specs, first=1)
     assert job.kills == ("1@1:data", "0@2:backward", "3@4:save", "2@5:gather")
     assert job.steps == two.steps

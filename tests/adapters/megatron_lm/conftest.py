@@ -15,6 +15,8 @@ from megatron.core.energy_monitor import EnergyMonitor
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from tests.adapters.megatron_lm.harness import PRELOAD, ScriptSpec, lay_out
+from tests.convoys import convoy as convoy
+from tests.convoys import played as played
 from tests.faults.harness import ROOT, Outcome, Zygote, launch
 
 Launch = Callable[[ScriptSpec], Outcome]

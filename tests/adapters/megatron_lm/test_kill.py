@@ -8,7 +8,9 @@ import pytest
 from elaswave_plugin.config import STEP_PHASES
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import TP2_PP2, ScriptSpec, needs_repository, printed
-from tests.faults.harness import Outcome, check_equal
+from tests.convoys import Convoy, convoys, verdicts
+from tests.faults.harness import Outcome, check_equal, check_survived
+from tests.faults.test_negative_controls import WITH_FEW
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -21,29 +23,64 @@ FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "
 
 def check_same(run: Launch, reference: Launch, spec: ScriptSpec, *, alive: int) -> None:
     """The kills fired, nobody else was lost, and every number is that of the undisturbed run."""
-    killed, undisturbed = run(spec), reference(spec)
+    check_undisturbed(run(spec), reference(spec), alive=alive)
+
+
+def check_undisturbed(killed: Outcome, undisturbed: Outcome, *, alive: int) -> None:
+    """Two runs have the same numbers, also those that are printed; so many workers are left."""
     check_equal(killed, undisturbed)
     assert printed(killed) == printed(undisturbed)
     assert len(killed.events("view_committed")[-1]["ranks"]) == alive
     assert "Traceback" not in killed.output
 
 
+def check_convoy(convoy: Convoy, reference: Launch) -> None:
+    """The own kill of a case changed nothing."""
+    run = convoy.run
+    undisturbed = reference(replace(run.spec, script=ScriptSpec().script, sabotage=""))
+    alive = run.spec.nproc - len(run.spec.kills)
+    convoy.check(undisturbed.trace(), lambda: check_undisturbed(run, undisturbed, alive=alive))
+
+
+def spec_of(kill: str) -> ScriptSpec:
+    """The data-parallel job with one loss."""
+    return ScriptSpec(kills=(kill,))
+
+
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
-    "kill", [f"{index % 4}@3:{phase}" for index, phase in enumerate(STEP_PHASES)], ids=str
+    "kill",
+    convoys(
+        [f"{index % 4}@3:{phase}" for index, phase in enumerate(STEP_PHASES)], spec_of, first=2
+    ),
+    ids=str,
 )
-def test_any_phase_of_a_data_parallel_job(run: Launch, reference: Launch, kill: str) -> None:
-    check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
+def test_any_phase_of_a_data_parallel_job(convoy: Convoy, reference: Launch, kill: str) -> None:
+    check_convoy(convoy, reference)
 
 
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kill",
-    [f"{slot}@2:{phase}" for slot, phase in itertools.product(range(4), ("forward", "backward"))],
+    convoys(
+        [f"{slot}@2:{phase}" for slot, phase in itertools.product(range(4), STEP_PHASES[1:3])],
+        spec_of,
+    ),
 )
-def test_any_worker_of_a_data_parallel_job(run: Launch, reference: Launch, kill: str) -> None:
-    check_same(run, reference, ScriptSpec(kills=(kill,)), alive=3)
+def test_any_worker_of_a_data_parallel_job(convoy: Convoy, reference: Launch, kill: str) -> None:
+    check_convoy(convoy, reference)
+
+
+@proves(Kind.SABOTAGE, Promise.SEEN)
+@pytest.mark.parametrize("kills", [("1@2:forward", "0@3:data", "3@4:gather")])
+def test_the_fault_of_a_convoy_that_breaks_it_is_named(
+    run: Launch, reference: Launch, kills: tuple[str, ...]
+) -> None:
+    broken = run(ScriptSpec(kills=kills, sabotage=WITH_FEW.format(left=2)))
+    check_survived(broken)
+    found = verdicts(broken, lambda convoy: check_convoy(convoy, reference))
+    assert found == ["passes", "fails", "not run"]
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="5:backward")
