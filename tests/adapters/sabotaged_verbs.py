@@ -101,6 +101,19 @@ def writes_no_moments(patch: pytest.MonkeyPatch, one: OneProcess) -> str:
     return "exp_avg of "
 
 
+def writes_one_moment_off_by_its_last_bits(patch: pytest.MonkeyPatch, one: OneProcess) -> str:
+    def broken(native: Any) -> Any:
+        def write_moments(moments: torch.Tensor) -> None:
+            # The last one of a shard may be padding.
+            moments[1, :1].mul_(1.0000002)
+            native(moments)
+
+        return write_moments
+
+    _each(patch, one, "write_moments", broken)
+    return "exp_avg_sq of "
+
+
 def gathers_no_weights(patch: pytest.MonkeyPatch, one: OneProcess) -> str:
     _each(patch, one, "sync_weights", lambda native: lambda: 1)
     return "weights .* of worker"
@@ -118,6 +131,7 @@ WRITES: tuple[Sabotage, ...] = (
     writes_no_weights,
     writes_the_weights_of_another,
     writes_no_moments,
+    writes_one_moment_off_by_its_last_bits,
     one_worker_has_another_digest,
 )
 ALL: tuple[Sabotage, ...] = (

@@ -1,6 +1,9 @@
 """Every verb of Megatron-Core's adapter, at every width and stage, for every loss of up to two."""
 
+import ast
+import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 from operator import floordiv, mod
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement, Placement
 from elaswave_plugin.errors import LayoutError
+from elaswave_plugin.recovery.worker import Worker
 from tests.adapters import sabotaged_verbs as sabotaged
 from tests.adapters import tiny_megatron as tiny
 from tests.adapters.one_process import OneProcess
@@ -99,3 +103,15 @@ def test_a_verb_that_is_wrong_is_seen(
     seen = sabotage(monkeypatch, one)
     with pytest.raises(sabotaged.RAISED, match=seen):
         change.through(everyone[:1] + everyone[2:], everyone)
+
+
+def test_the_stand_in_of_a_worker_has_what_a_worker_has() -> None:
+    """The real one needs an agent, so its class is read: what it assigns to itself and defines."""
+    tree = ast.parse(inspect.getsource(Worker))
+    assigned = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    mine = {one.name for one in fields(tiny.StandInWorker)} | {"remember"}
+    assert mine <= assigned | {*vars(Worker)}

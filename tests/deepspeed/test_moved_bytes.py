@@ -39,7 +39,8 @@ def elements_to_fetch(total: int, survivors: Sequence[int]) -> dict[int, int]:
 
 
 @proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")
-@pytest.mark.parametrize("stage", [1, 2])
+# Any stage reads each byte once: proved in one process (adapters/test_verbs_deepspeed.py).
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_survivor_fetches_what_changed_its_owner(run: Launch, stage: int) -> None:
     spec = EngineSpec(stage=stage, steps=4, kills=(f"{VICTIM}@2:backward",), options=OPTIONS)
     killed = run(spec)
