@@ -30,6 +30,7 @@ from tests.job_secret import SECRET
 
 LIMIT_S = 20.0
 CAPACITY_BYTES = 1 << 20
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 Result = TypeVar("Result")
 _NEVER_CHANGE = (FunctionType, ModuleType, type)
 
@@ -157,12 +158,10 @@ class OneProcess:
 
         patch.setattr(LinkTable, "wait", wait)
         # Torch has one table of backends, and each worker registers its own.
+        c10d_tables.register_backend(self._create)
         patch.setattr(c10d_tables, "register_backend", self._register)
-        c10d_tables_register = dist.Backend.register_backend
-        c10d_tables_register(
-            c10d_tables.BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"]
-        )
-        c10d_tables._self_recording().add(c10d_tables.BACKEND)
+        for name in PLACE:
+            patch.setenv(name, "0")
         torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
 
     def _register(self, create: Callable[[Any, Any], Any]) -> None:
@@ -190,8 +189,8 @@ class OneProcess:
         self.open(slots)
 
         def begin(seat: Seat) -> None:
-            place = {"RANK": seat.slot, "LOCAL_RANK": seat.slot, "WORLD_SIZE": width}
-            os.environ.update({name: str(value) for name, value in place.items()})
+            for name, value in zip(PLACE, (seat.slot, seat.slot, width), strict=True):
+                os.environ[name] = str(value)
             dist.init_process_group(**seat.groups.install(slots))
             seat.framework = build(seat)
 
@@ -246,4 +245,5 @@ class OneProcess:
         for memory in self.memories:
             memory.pool.close()
             memory.store.close()
+        c10d_tables.unregister_backend()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
