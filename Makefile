@@ -16,7 +16,8 @@ EXTRAS := megatron$(call named,deepspeed)$(call named,wandb)
 DEMO_STAMP := $(VENV)/.installed-$(subst $(COMMA),-,$(EXTRAS))
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo check test faults durations matrix chaos slurm megatron-lm python312 gpu gpu-bundle lint docs clean
+.PHONY: demo check test faults durations matrix chaos slurm megatron-lm python312 findings gpu \
+	gpu-bundle lint docs clean
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
@@ -72,6 +73,11 @@ is-python312:
 	$(if $(filter-out 3.12,$(if $(PYTHON312),$(VERSION),none)),$(error PYTHON312 is \
 	'$(PYTHON312)', wanted an interpreter of Python 3.12: \
 	PYTHON312=/usr/bin/python3.12 make python312))
+
+# What surprised us in the packages that we build on; needs a package index. findings/README.md
+findings:
+	@rc=0; for one in findings/*.sh; do echo "== $$one"; \
+		bash "$$one" || { echo "$$one no longer holds" >&2; rc=1; }; done; exit $$rc
 
 # The kit for a machine with GPUs, in at most 25 minutes; ARGS=--stand-ins for the CPU. docs/gpu.md
 gpu: $(STAMP)
