@@ -41,6 +41,10 @@ class Kind:
                 "round_robin_gradients": self.round_robin,
                 # One of the parameters stays whole, the others are cut.
                 "stage3_param_persistence_threshold": 8,
+                # By default an engine maps gigabytes, and a process that has so many forks no more.
+                "reduce_bucket_size": 10_000,
+                "stage3_prefetch_bucket_size": 10_000,
+                "allgather_bucket_size": 10_000,
             },
         }
 
