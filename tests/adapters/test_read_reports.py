@@ -1,4 +1,4 @@
-"""Losses that a script reads itself are told, by whichever way it reads them."""
+"""Losses that a script reads itself are told, however it reads them; forms that it reports."""
 
 import ast
 import copy
@@ -6,6 +6,7 @@ import math
 import operator
 import statistics
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from elaswave_plugin.adapters.megatron.step.reported_losses import Reports
+from elaswave_plugin.adapters.megatron_lm.losses import LossTotals
+from elaswave_plugin.errors import ConfigurationError
 
 TENSORS = [torch.tensor(1.0), torch.tensor(3.0)]
 # The list's own memory is read by C code of torch and NumPy.
@@ -56,3 +59,14 @@ def test_nobody_reads_a_list_that_is_handed_on() -> None:
     assert losses and not Reports([], asked.append)
     assert losses.plain == [1.0] and isinstance(losses, list)
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("report", "said"), [(np.ones(2), "a ndarray"), (1.0, "a float"), (torch.ones(3), "3 numbers")]
+)
+def test_a_report_of_another_form_is_refused_in_megatron_lm(report: Any, said: str) -> None:
+    microbatches: Any = SimpleNamespace(reports_losses=True, reports=(0,))
+    totals = LossTotals(microbatches, num_replicas=1)
+    nobody: Any = None
+    with pytest.raises(ConfigurationError, match=f"reports 'lm loss' as {said}, wanted a tensor"):
+        totals.agree([{"lm loss": report}], nobody)

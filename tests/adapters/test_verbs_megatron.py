@@ -35,11 +35,7 @@ def one() -> Iterator[OneProcess]:
 def test_state_survives_every_loss_and_every_return(
     one: OneProcess, kind: tiny.Kind, width: int
 ) -> None:
-    change = tiny.start(one, width, kind)
-    everyone = change.ranks
-    change.check()
-    for lost in losses(everyone):
-        change.through(tuple(slot for slot in everyone if slot not in lost), everyone)
+    tiny.start(one, width, kind).through_every_loss()
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,13 @@ class Change:
             self.to(ranks)
             self.check()
 
+    def through_every_loss(self) -> None:
+        """Lose each set of up to two workers, who come back then; compare before and after each."""
+        everyone = self.ranks
+        self.check()
+        for lost in losses(everyone):
+            self.through(tuple(slot for slot in everyone if slot not in lost), everyone)
+
     # ---- afterwards -----------------------------------------------------------------------------
 
     def check(self) -> None:
