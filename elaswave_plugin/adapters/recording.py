@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -76,7 +77,8 @@ class Recording:
     ) -> dict[str, float]:
         """Write a completed step, and return its metrics.
 
-        ``num_microbatches``: how many of them this worker ran.
+        ``num_microbatches``: how many of them this worker ran. Raises EpochChanged, with nothing
+        written, where this worker was stopped for so long that it was given up.
         """
         worker = self._worker
         record = {
@@ -93,7 +95,12 @@ class Recording:
             "tokens": report.tokens,
             "num_microbatches": num_microbatches,
         }
-        worker.steps.emit("step", **record)
+        # Sealing takes a while, and the signal that continues a stopped process may reach another
+        # thread first. The time comes before the look: a process stopped between the look and the
+        # line still tells when it had completed the step, which it then had the lease for.
+        time_s = time.time()
+        worker.member.await_lease()
+        worker.steps.emit("step", time_s=time_s, **record)
         metrics = step_metrics(record, live_workers=len(worker.view.ranks))
         self.tracker.step(step, metrics)
         wanted = worker.config.dump_state

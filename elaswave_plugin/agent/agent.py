@@ -293,6 +293,7 @@ class Agent:
                 os.close(fd)
         elif notice["n"] == "started":
             seat.on_start(notice, fd)
+            self._coordinator.lend()
         else:
             seat.on_end(notice)
 

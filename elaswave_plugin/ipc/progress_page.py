@@ -64,6 +64,7 @@ _MOST_ANNOUNCED = 7
 # A word behind them: when the agent last said anything.
 _AGENT_NS = 192
 _NS = 1_000_000_000
+_FOREVER_NS = 2**63 - 1
 
 
 def create_page() -> int:
@@ -89,6 +90,8 @@ class ProgressPage:
     def __init__(self, fd: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if fd is None else fd, _PAGE_BYTES)
         self._words = memoryview(self._memory).cast("q")
+        if fd is None:
+            self._words[_LENT_UNTIL_NS] = _FOREVER_NS  # without an agent nobody is given up
 
     def close(self) -> None:
         """Unmap it."""
@@ -186,7 +189,7 @@ class ProgressPage:
 
     def lend(self, until_s: float) -> None:
         """Let the trainer act for the job until then, by the clock of leases."""
-        self._words[_LENT_UNTIL_NS] = max(1, int(max(0.0, until_s) * _NS))
+        self._words[_LENT_UNTIL_NS] = int(max(0.0, until_s) * _NS)
         self._words[_AGENT_NS] = time.monotonic_ns()
 
     def tell_to_end(self) -> None:
@@ -207,9 +210,8 @@ class ProgressPage:
 
     @property
     def may_act(self) -> bool:
-        """True if the trainer may act for the job; also if no lease was ever set."""
-        until_ns = self._words[_LENT_UNTIL_NS]
-        return not until_ns or lease_clock_s() * _NS < until_ns
+        """True if the trainer may act for the job: not before its agent has first lent it time."""
+        return lease_clock_s() * _NS < self._words[_LENT_UNTIL_NS]
 
     @property
     def agent_ns(self) -> int:

@@ -37,6 +37,8 @@ class GuardedSteps:
     ) -> None:
         """``on_commit(step, report, seconds)`` is told of every completed attempt of a step.
 
+        It may raise EpochChanged.
+
         ``on_recovered(record)`` is told of a recovery once work has been completed after it.
         ``state``: what a step changes beside the framework's shards.
         """
@@ -114,9 +116,6 @@ class GuardedSteps:
         worker.stopwatch.step_over()
         elapsed_s = time.monotonic() - self._began_s
         self.note_recovery()
-        # Sealing takes a while, and the signal that continues this process may reach another thread
-        # first: what the others can read comes after one more look.
-        worker.member.await_lease()
         self._on_commit(worker.completed - 1, report, elapsed_s)
         worker.phases.fire("body")
 

@@ -317,6 +317,18 @@ def test_who_answers_beside_a_silent_leader_is_not_lost(
         assert member.agreement.leader == 1
 
 
+@pytest.mark.parametrize("slots", [(0,), (0, 1), (0, 1, 2, 3, 4)], ids=len)
+def test_trainers_may_act_before_a_second_beat(
+    start: Callable[..., list[Member]], slots: tuple[int, ...]
+) -> None:
+    """A trainer waits for its first lease: the first beats are answered at once."""
+    beat = Heartbeat(every_s=LONG_S, timeout_s=5 * LONG_S)
+    members = start(*slots, heartbeat=beat, nodes=APART[: len(slots)])
+    began_s = time.monotonic()
+    await_true(lambda: all(one.trainer.lent_s > lease_clock_s() for one in members))
+    assert time.monotonic() - began_s < LONG_S / 2
+
+
 def test_a_lease_runs_out_while_the_machine_is_suspended(
     start: Callable[..., list[Member]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

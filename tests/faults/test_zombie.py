@@ -63,6 +63,12 @@ COMPLETE = STOP_BEFORE.format(
     when="self.worker.completed == 5",
     slot=ZOMBIE,
 )
+TELL = STOP_BEFORE.format(
+    imports="from elaswave_plugin.adapters.recording import Recording",
+    act="Recording.step",
+    when="args[0] == 5",
+    slot=ZOMBIE,
+)
 SAVE = STOP_BEFORE.format(
     imports="from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest",
     act="AsyncRequest.execute_sync",
@@ -135,7 +141,7 @@ def test_a_zombie_delivers_nothing(undead: Undead, reference: Reference) -> None
 
 @proves(Kind.ZOMBIE, Promise.EQUAL)
 @pytest.mark.slow
-@pytest.mark.parametrize("sabotage", [COMPLETE, SEAL], ids=["complete", "seal"])
+@pytest.mark.parametrize("sabotage", [COMPLETE, SEAL, TELL], ids=["complete", "seal", "tell"])
 def test_a_zombie_seals_nothing(undead: Undead, reference: Reference, sabotage: str) -> None:
     run, awake_s = undead(replace(SPEC, sabotage=sabotage), ZOMBIE)
     check_equal(run, reference(SPEC))

@@ -16,6 +16,7 @@ from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
 from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.progress_page import (
     ANNOUNCED_LIMIT_S,
     PROGRESS_FD,
@@ -245,3 +246,16 @@ def test_one_that_seals_nothing_is_known_to_have_come_further() -> None:
     page.enter("data", 2.0)
     assert session.reached(4) == 9
     assert session.reached(11) == 11
+
+
+def test_a_trainer_may_not_act_before_its_agent_has_lent_it_time(
+    pages: tuple[ProgressPage, ProgressPage],
+) -> None:
+    trainer, agent = pages
+    trainer.begin(0)
+    assert not trainer.may_act
+    agent.lend(lease_clock_s() + 60.0)
+    assert trainer.may_act
+    agent.lend(0.0)
+    assert not trainer.may_act
+    assert ProgressPage().may_act, "no agent gives it up"

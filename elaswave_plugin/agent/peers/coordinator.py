@@ -187,6 +187,18 @@ class Coordinator:
             then=lambda: self.agreement.trainer_ready(slot, time.monotonic()),
         )
 
+    def lend(self) -> None:
+        """Tell the trainers until when they may act for the job, by the clock of leases."""
+        if self.agreement.leads:
+            voters, most_s = {*self.agreement.committed.nodes}, float("inf")
+            if self._job_lease is not None:
+                most_s = self._job_lease.until_s
+            self._lease.lead(own=self.own.node, voters=voters, now_s=lease_clock_s(), most_s=most_s)
+        # A life that has no lease yet leaves the trainers what its former one has lent. Where the
+        # job has a lease, nothing is lent before that was renewed.
+        if self._lease.until_s > 0 or self._job_lease is not None:
+            self._trainer_side.lend(self._lease.until_s)
+
     # ---- what the links tell ------------------------------------------------------------------
 
     @property
@@ -202,6 +214,7 @@ class Coordinator:
         if peer.node in self._heard_s:
             self._heard_s[peer.node] = time.monotonic()
         self.agreement.linked(peer.node, epoch)
+        self._send_beats({peer.node} & self._watched())
 
     def on_bytes(self, node: int) -> None:
         """A long message is a sign of life before its end."""
@@ -340,20 +353,14 @@ class Coordinator:
         The leader and each other one watch each other; the next leader begins with that.
         """
         now_s = time.monotonic()
-        late_s = now_s - self._beat_due_s
-        leader, own = self.agreement.leader, self.own.node
-        living = [node for node in self.agreement.nodes.living() if node != own]
-        watched = living if leader == own else [leader]
+        late_s, watched = now_s - self._beat_due_s, self._watched()
         self._heard_s = {node: self._heard_s.get(node, now_s) for node in watched}
         self._hangs.begin_beat()
-        if leader == own:
+        if self.agreement.leader == self.own.node:
             self._waits.look(self._hangs.pages)
-        lease_s = lease_clock_s()
         self._tell_job_lease()
-        self._lend(lease_s)
-        number = self._lease.send(now_s=lease_s)
-        for node in watched:
-            self._send_beat(node, number, lease_s)
+        self.lend()
+        self._send_beats(watched)
         if late_s > self._heartbeat.every_s:
             # It is this process that did not run: what the others sent is still unread.
             since_s = now_s - self._heartbeat.every_s
@@ -363,6 +370,17 @@ class Coordinator:
             self.unheard.look(self._silences())
         self._beat_due_s = now_s + self._heartbeat.every_s
         self._reactor.after(self._heartbeat.every_s, self._beat)
+
+    def _watched(self) -> set[int]:
+        """Return the nodes that it sends beats: the leader, or all others where it leads itself."""
+        leader, own = self.agreement.leader, self.own.node
+        return {*self.agreement.nodes.living()} - {own} if leader == own else {leader}
+
+    def _send_beats(self, nodes: Iterable[int]) -> None:
+        lease_s = lease_clock_s()
+        number = self._lease.send(now_s=lease_s)
+        for node in nodes:
+            self._send_beat(node, number, lease_s)
 
     def _send_beat(self, node: int, number: int, lease_s: float) -> None:
         channel = self._links.channels.get(node)
@@ -407,23 +425,19 @@ class Coordinator:
         The lease says for how long this node may count on being in the job.
         """
         now_s = lease_clock_s()
+        is_first, could_act = node not in self._last_beats, self._lease.left_s(now_s) > 0
         self._last_beats[node] = beat.n, now_s
         if node == self.agreement.leader:
             self._lease.granted(beat.heard, left_s=beat.left, now_s=now_s)
         else:
             self._lease.acknowledged(node, beat.heard, now_s=now_s)
-        self._lend(now_s)
-
-    def _lend(self, now_s: float) -> None:
-        """Tell the trainers until when they may act for the job, both by the clock of leases."""
-        if self.agreement.leads:
-            voters, most_s = {*self.agreement.committed.nodes}, float("inf")
-            if self._job_lease is not None:
-                most_s = self._job_lease.until_s
-            self._lease.lead(own=self.own.node, voters=voters, now_s=now_s, most_s=most_s)
-        # Where the job has a lease, nothing is lent before that was renewed.
-        if self._lease.until_s > 0 or self._job_lease is not None:
-            self._trainer_side.lend(self._lease.until_s)
+        self.lend()
+        # A job begins as soon as its leader, and then the others, have a lease: the first beat of a
+        # link is answered at once, and all hear of the leader's lease when it gets one.
+        if not could_act and self._lease.left_s(now_s) > 0:
+            self._send_beats(self._watched())
+        elif is_first:
+            self._send_beats({node} & self._watched())
 
     def _tell_job_lease(self) -> None:
         """Have the agent that leads renew the lease of the job, and name those that live."""
