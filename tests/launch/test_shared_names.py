@@ -142,7 +142,8 @@ def test_bad_input_is_one_sentence(
     options: list[str],
     words: str,
 ) -> None:
-    monkeypatch.delenv("ELASWAVE_SECRET_FILE", raising=False)
+    # Set, not deleted: what the command puts there is gone after the test.
+    monkeypatch.setenv("ELASWAVE_SECRET_FILE", "")
     given = [one.replace("=D", f"={tmp_path}") for one in options]
     assert run_command(["run", *given, "--rdzv-id=fox", str(TRAINER)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
