@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -18,8 +19,6 @@ from rich.table import Table
 from elaswave_plugin.adapters.patching import PatchRecord
 from elaswave_plugin.errors import ConfigurationError, PatchMismatchError
 
-# Longer than any record: a name that is broken in two is not found by grep.
-_PIPED_COLUMNS = 2000
 CHECKOUT = "MEGATRON_LM_PATH"
 # What becomes of a record: replaced at run time, a hook that the source has, or not at all.
 FITS, HOOK, GONE, ABSENT, NO_CHECKOUT, MISMATCH = (
@@ -181,34 +180,32 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Draw a table of the records of each distribution, and a line for each extension.
+    """Print a row for each package, a line for each extension, and one line of verdict.
 
-    Each record is one line where no screen says how long a line is.
+    Every record and its reason is in ``--json`` and in docs/patches.md.
     """
-    if not console.is_terminal:
-        console.width = _PIPED_COLUMNS
-    by_distribution: dict[str, list[Finding]] = {}
+    packages: dict[tuple[str, ...], Counter[str]] = {}
     for one in findings:
-        title = f"{one.distribution} {one.installed or 'is not installed'}, wanted {one.valid}"
-        by_distribution.setdefault(title, []).append(one)
-    for title, records in by_distribution.items():
-        table = Table(
-            title=title, title_justify="left", box=SIMPLE_HEAD, expand=console.is_terminal
-        )
-        table.add_column("target", overflow="fold", ratio=5)
-        table.add_column("applied", ratio=2)
-        table.add_column("state", no_wrap=True)
-        table.add_column("reason", ratio=4)
-        for one in records:
-            style = {MISMATCH: "red", ABSENT: "dim", NO_CHECKOUT: "dim"}.get(one.state)
-            table.add_row(
-                one.target, one.applied, one.state, one.problem or one.reason, style=style
-            )
-        console.print(table)
-    if any(one.state == NO_CHECKOUT for one in findings):
-        console.print(f"no checkout: give --megatron-lm PATH or {CHECKOUT} to check these too")
+        package = one.distribution, one.installed or "not installed", one.valid
+        packages.setdefault(package, Counter())[one.state] += 1
+    table = Table("package", "installed", "wanted", "records", box=SIMPLE_HEAD, show_edge=False)
+    for package, states in packages.items():
+        style = "red" if states[MISMATCH] else None
+        table.add_row(*package, _counted(states), style=style)
+    console.print(table)
     for name, found in extensions().items():
         console.print(f"{name}: {'not found' if found is None else f'found ({found})'}")
+    states = Counter(one.state for one in findings)
+    if states[NO_CHECKOUT]:
+        console.print(f"no checkout: give --megatron-lm PATH or {CHECKOUT} to check these too")
+    fits = "records do not fit" if states[MISMATCH] else "every record that is checked fits"
+    console.print(f"verdict: {fits} what is installed ({_counted(states)})", highlight=False)
+
+
+def _counted(states: Mapping[str, int]) -> str:
+    """Say how many records are in each state, the worst first."""
+    order = (MISMATCH, FITS, HOOK, GONE, NO_CHECKOUT, ABSENT)
+    return ", ".join(f"{states[name]} {name}" for name in order if states.get(name))
 
 
 class Entry(NamedTuple):

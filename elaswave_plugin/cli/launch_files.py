@@ -52,6 +52,11 @@ def read_launch(path: Path) -> Launch:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+    if path.suffix == ".py":
+        raise ConfigurationError(
+            f"{path} is a Python script, wanted what launches it: a launch script of bash, a YAML"
+            " recipe, or a configuration of DeepSpeed or Accelerate"
+        )
     if path.suffix in (".json", ".yaml", ".yml"):
         return _of_mapping(_parsed(text, path), path)
     launcher, words = training_command(text)

@@ -3,10 +3,10 @@
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.console import Console
 from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
 from elaswave_plugin.cli import doctor
-from elaswave_plugin.cli.doctor import FITS, Entry, Finding, show
+from elaswave_plugin.cli.doctor import FITS, MISMATCH, Entry, Finding, show
 from elaswave_plugin.cli.main import run_command
 from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
 
@@ -115,26 +115,26 @@ def test_a_hook_and_what_is_not_installed_are_said(
     assert "fits" in screen and "apex: " in screen and "transformer-engine: " in screen
 
 
-def test_where_nobody_looks_on_a_record_is_one_line() -> None:
-    """A name that is broken in two at 80 columns is not found by grep."""
-    target, reason = f"{'a_package.' * 20}a_module:function", "a long reason " * 20
+@pytest.mark.parametrize("state", [FITS, MISMATCH])
+def test_the_screen_has_a_row_a_package_and_ends_with_a_verdict(state: str) -> None:
     one = Finding(
-        target=target,
+        target=f"{'a_package.' * 20}a_module:function",
         distribution="megatron-core",
         installed="0.16.1",
         valid=">=0.16.1,<0.20",
         applied="elastic",
-        reason=reason.strip(),
+        reason="a long reason " * 20,
         hook=None,
-        state=FITS,
+        state=state,
     )
-    piped, seen = (Console(file=io.StringIO(), force_terminal=on, width=80) for on in (False, True))
-    for console in (piped, seen):
-        show([one], console)
-    (line,) = (line for line in piped.file.getvalue().splitlines() if target in line)
-    assert line.split(maxsplit=3)[1:3] == ["elastic", FITS] and reason.strip() in line
-    lines = seen.file.getvalue().splitlines()
-    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in lines) <= 80
+    console = Console(file=io.StringIO(), width=80)
+    show([one, one, replace(one, state=FITS)], console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    counted = "3 fits" if state == FITS else "2 mismatch, 1 fits"
+    assert len([line for line in lines if "megatron-core" in line and counted in line]) == 1
+    assert max(map(len, lines)) <= 80
+    good, bad = "every record that is checked fits", "records do not fit"
+    assert lines[-1] == f"verdict: {good if state == FITS else bad} what is installed ({counted})"
 
 
 def test_a_record_that_does_not_fit_is_named_with_exit_code_2(

@@ -135,6 +135,7 @@ def test_recipes_and_configurations_are_read(
     ("name", "text", "words"),
     [
         ("launch.sh", "echo nothing\n", "has no command that runs a Python script"),
+        ("own.py", '"""Run by: torchrun own.py --elaswave"""\n', "is a Python script, wanted what"),
         ("recipe.yaml", "[1, 2\n", "is no YAML file"),
         ("ds.json", "[1, 2]\n", "holds list, wanted keys with values"),
         ("accelerate.yaml", "distributed_type: FSDP\n", "distributed_type FSDP"),
