@@ -184,7 +184,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
     Every record and its reason is in ``--json`` and in docs/patches.md.
     """
-    packages: dict[tuple[str, ...], Counter[str]] = {}
+    packages: dict[tuple[str, str, str], Counter[str]] = {}
     for one in findings:
         package = one.distribution, one.installed or "not installed", one.valid
         packages.setdefault(package, Counter())[one.state] += 1

@@ -5,6 +5,7 @@ from statistics import median
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
 from elaswave_plugin.core.step.audit import batch_sizes, counting_views, lost_and_repeated
+from elaswave_plugin.errors import EXIT_TOLD
 from elaswave_plugin.observer.changes import changes_of
 from elaswave_plugin.observer.differing_reports import differing_reports
 from elaswave_plugin.observer.joins import joins_of
@@ -226,9 +227,18 @@ def summarize(
 
 
 def ended_with(run: RunFiles) -> Record | None:
-    """Exit code and reason of the job, as its agents agreed on them; None where it goes on."""
+    """Exit code and reason of the job, as its agents agreed on them; None where it goes on.
+
+    Where all were told to leave it is that of the launchers, which is the signal's.
+    """
     over = run.of_kind("job_over")
-    return {name: over[-1][name] for name in ("exit_code", "reason")} if over else None
+    if not over:
+        return None
+    code, reason = over[-1]["exit_code"], over[-1]["reason"]
+    told = {event["exit_code"] for event in run.of_kind("job_ended")}
+    if code == EXIT_TOLD and len(told) == 1:
+        (code,) = told
+    return {"exit_code": code, "reason": reason}
 
 
 def run_twice(run: RunFiles, kind: str) -> Record | None:

@@ -30,14 +30,14 @@ class RecoveryRecord:
         self._plan: RecoveryPlan | None = None
         self._change: dict[str, object] = {}
         self._fetched_bytes = 0
-        self._rank_0_before = -1
+        self._ranks_before: tuple[int, ...] = ()
         self.followed = Followed()
 
-    def begin(self, *, rank_0: int) -> None:
-        """A step is interrupted; ``rank_0``: the slot that has that rank as yet."""
+    def begin(self, *, ranks: tuple[int, ...]) -> None:
+        """A step is interrupted; ``ranks``: the slots as they are ranked as yet."""
         # A recovery that was itself interrupted has told nobody.
         if self._fields is None:
-            self._rank_0_before = rank_0
+            self._ranks_before = ranks
         self._rung_at_s, self._started_s = time.time(), time.monotonic()
         self._phases.seconds = {}
         self.followed = Followed()
@@ -89,7 +89,7 @@ class RecoveryRecord:
             "followed_late_s": self.followed.late_s,
         }
         self._fields = None
-        speaker, line = _line(self._plan, fields)
+        speaker, line = _line(self._plan, fields, before=self._ranks_before)
         if speaker == self._slot:
             say(f"{line}{self._heir(self._plan.ranks[0])}")
         self._events.emit(
@@ -104,7 +104,7 @@ class RecoveryRecord:
 
     def _heir(self, rank_0: int) -> str:
         """Say that rank 0 is another worker: a script that prints there alone has to know."""
-        return "" if rank_0 == self._rank_0_before else f"; worker {rank_0} is rank 0 from now on"
+        return "" if rank_0 in self._ranks_before[:1] else f"; worker {rank_0} is rank 0 from now on"
 
 
 def recovered_text(restored_step: int, bytes_moved: int, phases_s: Mapping[str, float]) -> str:
@@ -114,8 +114,14 @@ def recovered_text(restored_step: int, bytes_moved: int, phases_s: Mapping[str, 
     return f"state of step {restored_step} restored, {moved}; ms: {'  '.join(times)}"
 
 
-def _line(plan: RecoveryPlan, fields: Mapping[str, Any]) -> tuple[int, str]:
-    """Choose the first worker that is no newcomer to announce the recovery's end, and its words."""
+def _line(
+    plan: RecoveryPlan, fields: Mapping[str, Any], *, before: tuple[int, ...]
+) -> tuple[int, str]:
+    """Choose the first worker that is no newcomer to announce the recovery's end, and its words.
+
+    ``before``: the members of the view that was left; with all of them still there, nothing was
+    lost, and the work is only dealt in another way.
+    """
     came = {int(name.partition(".")[0]) for name in fields["newcomers"]}
     speaker = next(slot for slot in plan.ranks if slot not in came)
     if came:
@@ -123,7 +129,7 @@ def _line(plan: RecoveryPlan, fields: Mapping[str, Any]) -> tuple[int, str]:
         has = f"{who} work{'s' if len(came) == 1 else ''} again from step {plan.restore_step} on"
         return speaker, f"{has}; the others stood still for {fields['pause_s'] * 1e3:.1f} ms"
     text = recovered_text(plan.restore_step, fields["bytes_moved"], fields["phases_s"])
-    return speaker, f"recovered: {text}"
+    return speaker, f"{'dealt again' if {*plan.ranks} == {*before} else 'recovered'}: {text}"
 
 
 def _layout_change(before: Flow | None, after: Flow) -> dict[str, object]:

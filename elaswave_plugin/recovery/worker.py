@@ -355,7 +355,7 @@ class Worker:
 
     def begin_recovery(self) -> None:
         """Start the clock of a recovery."""
-        self._record.begin(rank_0=self.ranks[0])
+        self._record.begin(ranks=self.ranks)
         self.stopwatch.drop_step()
         self.slow_workers.interrupt()
 

@@ -73,6 +73,7 @@ def check_less_work_and_back(run: Outcome) -> tuple[int, int]:
     # Nothing was computed twice: every step has one attempt.
     attempts = {(line["step"], line["epoch"]) for line in run.files.ledger}
     assert len(attempts) == run.spec.steps
+    assert "dealt again: state of step " in run.output and "recovered: " not in run.output
     return begins[less["epoch"]], begins[back["epoch"]]
 
 

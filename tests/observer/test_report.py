@@ -150,18 +150,22 @@ def test_a_worker_that_is_replaced_in_one_view_is_lost_and_came() -> None:
         (None, ["the job has not ended, or no agent saw its end"]),
         ((0, "all workers have finished"), []),
         ((1, "no live worker remains"), ["the job ended with exit code 1: no live worker remains"]),
+        ((143, "told to leave", 130), ["the job ended with exit code 130: told to leave"]),
+        ((143, "told to leave", 130, 143), ["the job ended with exit code 143: told to leave"]),
     ],
 )
 def test_report_says_how_a_job_ended(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    over: tuple[int, str] | None,
+    over: tuple[Any, ...] | None,
     said: list[str],
 ) -> None:
     run = make_run(tmp_path / "run", killed=False)
     if over is not None:
         with EventLog(run / "events.jsonl") as events:
             events.emit("job_over", exit_code=over[0], reason=over[1])
+            for node, code in enumerate(over[2:]):
+                events.emit("job_ended", node=node, exit_code=code)
     assert run_command(["report", str(run), "--global-batch", "12"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line.startswith("the job ")] == said
