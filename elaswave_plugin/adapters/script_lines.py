@@ -13,6 +13,11 @@ _ASKED = re.compile(
     r"|_?(get_)?(\w*data_parallel_|(seq_)?dp_)?world_size|num_processes|size|get_pg_size"
     r"|__len__|get_process_group_ranks|get_total_train_batch_size|distributed_concat|losses"
 )
+# Names by which a script calls other workers; who only asks for the width calls nobody.
+_CALLED = re.compile(
+    r"(all_?)?(gather|reduce)(_scatter)?(_(tensor|into_tensor|object|coalesced|base))*"
+    r"|(monitored_)?barrier|broadcast(_object_list)?|scatter(_object_list)?|all_to_all(_single)?"
+)
 # Decorators of these.
 _WRAPPERS = ("wrapper", "log_wrapper", "decorate_context")
 _OURS = "elaswave_plugin."
@@ -28,6 +33,23 @@ def asking_line(call: str | None = None) -> str | None:
 
     ``call``: the name of what it called, where a function of ours stands in its place.
     """
+    frame, named = _calling_frame(call)
+    return _line(frame, named) if _ASKED.fullmatch(named) else None
+
+
+def bare_collective() -> str | None:
+    """Return the line as `asking_line` does, if it calls other workers outside of DeepSpeed."""
+    frame, named = _calling_frame(None)
+    above = frame
+    while above is not None:
+        if _module_of(above).startswith("deepspeed."):
+            return None
+        above = above.f_back
+    return _line(frame, named) if _CALLED.fullmatch(named) else None
+
+
+def _calling_frame(call: str | None) -> tuple[FrameType | None, str]:
+    """Find the innermost frame that is no framework's, and the name of what it called."""
     frame: FrameType | None = sys._getframe()
     named = ""
     while frame is not None and (module := _module_of(frame)).startswith(_FRAMEWORKS):
@@ -36,9 +58,11 @@ def asking_line(call: str | None = None) -> str | None:
         if (name := frame.f_code.co_name) not in _WRAPPERS:
             named = call or name
         frame = frame.f_back
-    if frame is None or not _ASKED.fullmatch(named):
-        return None
-    if _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
+    return frame, named
+
+
+def _line(frame: FrameType | None, named: str) -> str | None:
+    if frame is None or _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({named})"
 

@@ -104,7 +104,9 @@ class RecoveryRecord:
 
     def _heir(self, rank_0: int) -> str:
         """Say that rank 0 is another worker: a script that prints there alone has to know."""
-        return "" if rank_0 in self._ranks_before[:1] else f"; worker {rank_0} is rank 0 from now on"
+        return (
+            "" if rank_0 in self._ranks_before[:1] else f"; worker {rank_0} is rank 0 from now on"
+        )
 
 
 def recovered_text(restored_step: int, bytes_moved: int, phases_s: Mapping[str, float]) -> str:

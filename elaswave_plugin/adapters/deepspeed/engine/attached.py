@@ -77,7 +77,12 @@ class AttachedEngine:
         # Called once everyone leaves.
         self.at_leave: list[Callable[[], None]] = [patches.undo, self._unbound.stop]
         self._left = self._working = False
-        self.own_loops = OwnLoops(worker, engine.module, width=len(worker.launch_slots))
+        self.own_loops = OwnLoops(
+            worker,
+            engine.module,
+            width=len(worker.launch_slots),
+            absorbs=lambda: self._absorbs_losses,
+        )
         self.at_leave.append(self.own_loops.end)
         if worker.config.last_checkpoint_dir is not None:
             worker.member.saves_last()
@@ -207,6 +212,11 @@ class AttachedEngine:
     def mean(self, value: Any) -> torch.Tensor:
         """The mean over the samples of all workers, of which ``value`` is that of this one's."""
         raise NotImplementedError
+
+    @property
+    def _absorbs_losses(self) -> bool:
+        """True if what runs now is made again after a loss."""
+        return self._working
 
     def _took_loader(self, loader: ElasticLoader) -> None:
         """The job has its loader."""

@@ -1,12 +1,12 @@
 """Says once, when it begins to matter, what a loss changes for a script and its model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from elaswave_plugin.adapters.batch_layers import batch_layers
 from elaswave_plugin.adapters.deepspeed.compat.patches import width_patches
-from elaswave_plugin.adapters.script_lines import asking_line
+from elaswave_plugin.adapters.script_lines import asking_line, bare_collective
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
@@ -17,9 +17,17 @@ _PAGE, _MEAN = "docs/deepspeed.md", "elaswave_plugin.deepspeed.mean"
 class OwnLoops:
     """One worker's warnings of a loop that the script owns; rank 0 speaks for all."""
 
-    def __init__(self, worker: Worker, model: torch.nn.Module, *, width: int) -> None:
-        """``width``: the workers of the launch."""
+    def __init__(
+        self,
+        worker: Worker,
+        model: torch.nn.Module,
+        *,
+        width: int,
+        absorbs: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``width``: the workers of the launch; ``absorbs()``: is what runs made again?"""
         self._worker = worker
+        self._absorbs = absorbs
         self._model = model
         self._width = width
         self._layers_told = False
@@ -29,6 +37,7 @@ class OwnLoops:
         # Lines of the script that ask for the width or for what all workers have, by what first.
         self._lines: dict[str, str] = {}
         self._told: set[str] = set()
+        self._bare: set[str] = set()
         self._widths = width_patches("deepspeed", self.asks)
         # Whether shares are others than those of the launch.
         self._changed = False
@@ -48,6 +57,8 @@ class OwnLoops:
         """Note the line that asks, and warn of it where workers are missing; `asking_line`."""
         if self._worker.links.asked is None:
             return
+        if call is None and not self._absorbs():
+            self._tell_bare(bare_collective())
         line = asking_line(call)
         if line is not None and (place := line.partition(" ")[0]) not in self._lines:
             self._lines[place] = line
@@ -96,6 +107,18 @@ class OwnLoops:
                 " several micro-batches of the launch; have the collator and the loss take such"
                 " batches, or order the data so that all workers have the same keys at once"
                 f" ({_PAGE})"
+            )
+
+    def _tell_bare(self, line: str | None) -> None:
+        """Name a line once, the first time that it runs, before a loss has met it."""
+        if line is None or line in self._bare:
+            return
+        self._bare.add(line)
+        if self._worker.owns_rank_0:
+            say(
+                f"{line} calls the other workers outside of the engine: if a loss meets it, the job"
+                " ends; call it in a function by elaswave_plugin.deepspeed.run(engine, function),"
+                f" or take a mean of the step by {_MEAN}(engine, value) ({_PAGE})"
             )
 
     def _tell(self) -> None:
