@@ -3,7 +3,11 @@
 import json
 import math
 import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,11 +270,20 @@ def test_a_checkpoint_of_three_workers_is_loaded_by_another_number(
 def test_a_checkpoint_of_another_number_of_workers_is_refused(
     run: Launch, saved: Saved, tmp_path: Path
 ) -> None:
-    """DeepSpeed does not load what it does not convert."""
-    _, folder = saved(1)
+    """DeepSpeed does not load what it does not convert; the sentence's own command does that."""
+    _, before = saved(1)
+    folder = Path(shutil.copytree(before, tmp_path / "saved"))
     spec = spec_of(tmp_path, 1, nproc=2)
     refused = run(replace(spec, options=(*spec.options, f"--load={folder}")))
     assert refused.returncode == 2 and not refused.orphans
     (sentence,) = [line for line in refused.output.splitlines() if "ds_to_universal" in line]
     assert "was written by 4 workers, and this job has 2: start as many" in sentence
     assert "Traceback" not in refused.output
+    (command,) = re.findall("`python (.*)`", sentence)
+    words = [sys.executable, *shlex.split(command)]
+    subprocess.run(words, check=True, timeout=120, cwd=tmp_path, capture_output=True)
+    (setting,) = re.findall("with (\"checkpoint\": .*}) in the", sentence)
+    target = tmp_path / "second"
+    spec = spec_of(target, 1, nproc=2, global_batch=8, settings=f"{{{setting}}}")
+    loading = run(replace(spec, options=(*spec.options, f"--load={folder}")))
+    check_loaded(loading, target)
