@@ -39,7 +39,7 @@ def drain_worker(contacts: Contacts, *, slot: int, reason: str, timeout_s: float
     answer = ask_worker(contacts, status, slot, {"t": "drain", "reason": reason}, timeout_s)
     if answer["refused"] is not None:
         raise ConfigurationError(f"worker {slot} stays: {answer['refused']}")
-    return f"worker {slot} leaves between two steps; `elaswave status` shows when it has"
+    return f"worker {slot} leaves between two steps; {contacts.shows()} shows when it has"
 
 
 def drain_node(contacts: Contacts, *, node: int, reason: str, timeout_s: float) -> str:
@@ -65,8 +65,8 @@ def drain_node(contacts: Contacts, *, node: int, reason: str, timeout_s: float) 
         others = f"; of node {node} leave: {leave}" if leave else ""
         raise ConfigurationError("; ".join(stay) + others)
     return (
-        f"workers {leave} of node {node} leave between two steps; `elaswave status` shows when they"
-        " have"
+        f"workers {leave} of node {node} leave between two steps; {contacts.shows(but=node)} shows"
+        " when they have"
     )
 
 
@@ -95,7 +95,7 @@ def migrate_layers(
     if answer["refused"] is not None:
         raise ConfigurationError(f"nothing moves: {answer['refused']}")
     return (
-        f"layers {layers} move to stage {stage} between two steps; `elaswave status` shows when"
+        f"layers {layers} move to stage {stage} between two steps; {contacts.shows()} shows when"
         " they have"
     )
 

@@ -41,6 +41,11 @@ class Contacts:
         """Return which of the secrets is that of the job; raises OSError."""
         return secret_at(address, self.secrets, timeout_s)
 
+    def shows(self, but: int = UNKNOWN) -> str:
+        """Return the command that shows the job, by an agent that is not of node ``but``."""
+        stays = [one for one in self.addresses if one.node != but or but == UNKNOWN]
+        return f"`elaswave status --connect {(stays or self.addresses)[0].address}`"
+
 
 def find_job(directory: Path | None, connect: str | None) -> Contacts:
     """Agents of the job in a run directory, or the one at host:port (node -1: unknown).

@@ -85,7 +85,7 @@ def check_frameworks(framework: str = "megatron") -> None:
     for module, extra in (("torch", ""), (framework, f"[{framework}]")):
         if find_spec(module) is None:
             raise ConfigurationError(
-                f"the demo trains with {module}, which is not installed; pip install -e .{extra}"
+                f"the demo trains with {module}, which is not installed; `pip install -e .{extra}`"
             )
 
 

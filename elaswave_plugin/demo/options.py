@@ -201,7 +201,7 @@ def _training_script(name: str) -> Path:
     if not script.is_file():
         raise ConfigurationError(
             f"the demo's examples/{name} is not beside the package; run it from a clone"
-            " installed with pip install -e ."
+            " installed with `pip install -e .`"
         )
     return script
 

@@ -37,7 +37,7 @@ class NoAnswerError(ConfigurationError):
     def __init__(self, contact: str, why: str) -> None:
         super().__init__(
             f"--join is {contact}, where no agent of a job answers ({why});"
-            " `elaswave status --json` has their addresses"
+            " `elaswave status DIR --json` has their addresses"
         )
         self.contact, self.why = contact, why
 

@@ -328,7 +328,7 @@ def _parser() -> LaunchParser:
         "--join",
         metavar="HOST:PORT",
         help="join a running job: take its lost slots, then those of its --reserve; HOST:PORT is "
-        "any agent of it (`elaswave status --json` lists them); script and arguments as at "
+        "any agent of it (`elaswave status DIR --json` lists them); script and arguments as at "
         "its launch",
     )
     text = "extra workers that may --join later, with DeepSpeed's pipelines a multiple of stages"
@@ -368,7 +368,7 @@ def _check_join(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
     if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigurationError(
             f"--join is {options.join!r}, wanted HOST:PORT of an agent of the job, as "
-            "10.0.0.1:29501; `elaswave status --json` has them"
+            "10.0.0.1:29501; `elaswave status DIR --json` has them"
         )
     for name in _OF_THE_JOB:
         if getattr(options, name) != parser.get_default(name):

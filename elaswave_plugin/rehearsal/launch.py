@@ -53,7 +53,7 @@ class Command:
         if not words:
             raise ConfigurationError(
                 "elaswave rehearse got no command: give the one that starts the job, as in"
-                " elaswave rehearse elaswave run --nproc-per-node 4 train.py --elaswave"
+                " `elaswave rehearse elaswave run --nproc-per-node 4 train.py --elaswave`"
             )
         if shutil.which(words[0]) is None:
             raise ConfigurationError(

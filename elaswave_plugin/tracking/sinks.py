@@ -40,7 +40,7 @@ def check_sinks(config: ElasticConfig) -> None:
     if config.wandb != "off" and find_spec("wandb") is None:
         raise ConfigurationError(
             f"{wandb} is {config.wandb!r} and wandb is not installed, wanted"
-            f" pip install 'elaswave_plugin[wandb]' or {wandb} off"
+            f" `pip install wandb` or {wandb} off"
         )
     if config.wandb == "online":
         from elaswave_plugin.tracking.wandb_sink import has_key
@@ -53,7 +53,7 @@ def check_sinks(config: ElasticConfig) -> None:
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigurationError(
             f"{option_of('tensorboard')} is {str(config.tensorboard)!r} and tensorboard is not"
-            f" installed, wanted pip install tensorboard or no {option_of('tensorboard')}"
+            f" installed, wanted `pip install tensorboard` or no {option_of('tensorboard')}"
         )
 
 

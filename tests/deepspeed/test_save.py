@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_number_of_workers_is_refused(
     (command,) = re.findall("`python (.*)`", sentence)
     words = [sys.executable, *shlex.split(command)]
     subprocess.run(words, check=True, timeout=120, cwd=tmp_path, capture_output=True)
-    (setting,) = re.findall("with (\"checkpoint\": .*}) in the", sentence)
+    (setting,) = re.findall('with ("checkpoint": .*}) in the', sentence)
     target = tmp_path / "second"
     spec = spec_of(target, 1, nproc=2, global_batch=8, settings=f"{{{setting}}}")
     loading = run(replace(spec, options=(*spec.options, f"--load={folder}")))

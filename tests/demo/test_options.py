@@ -168,7 +168,7 @@ def test_demo_without_a_framework_says_what_to_install(
     argv = ["demo", "--text", write(tmp_path), "--out", str(tmp_path / "out")]
     assert run_command(argv) == 2
     error = capsys.readouterr().err
-    assert f"trains with {framework}, which is not installed; pip install -e ." in error
+    assert f"trains with {framework}, which is not installed; `pip install -e ." in error
 
 
 def test_demo_out_of_someone_else_is_left_alone(

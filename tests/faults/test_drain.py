@@ -1,5 +1,7 @@
 """`elaswave drain SLOT`: the worker leaves between two steps, and the run is what it would be."""
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,12 @@ SPEC = replace(OF_FOUR_NODES, nodes=1)
 @proves(Kind.LEAVE, Promise.EQUAL)
 @pytest.mark.parametrize("slot", sampled([0, 2]))
 def test_a_drained_worker_leaves_between_two_steps(
-    zygote: Zygote, data: Path, tmp_path: Path, reference: Reference, slot: int
+    zygote: Zygote,
+    data: Path,
+    tmp_path: Path,
+    reference: Reference,
+    capsys: pytest.CaptureFixture[str],
+    slot: int,
 ) -> None:
     held = replace(SPEC, sabotage=UNTIL_TOLD)
     with started(held, zygote=zygote, data=data, directory=tmp_path) as (launcher,):
@@ -31,6 +38,8 @@ def test_a_drained_worker_leaves_between_two_steps(
         (other,) = read_addresses(tmp_path)
         words = ["--connect", other.address, "--reason", "node 7 gets new memory"]
         assert run_command(["drain", str(slot), *words]) == 0
+        (shows,) = re.findall("`elaswave (.*)` shows when it has", capsys.readouterr().out)
+        assert run_command(shlex.split(shows)) == 0
         (tmp_path / TOLD).touch()
         code = launcher.wait(LIMIT_S * 3)
     output = (tmp_path / "output").read_text()

@@ -345,7 +345,10 @@ class Coordinator:
     def _say_address(self) -> None:
         """Say the job's address, once a node, and not of a job that is refused before it begins."""
         at = self.own.data
-        say(f"the job: `elaswave status --connect {at}`; to join it `elaswave run --join {at}`")
+        say(
+            f"the job: `elaswave status --connect {at}`; to join it"
+            f" `elaswave run --join {at} SCRIPT ARGS`, with its own script and arguments"
+        )
 
     def _beat(self) -> None:
         """Send heartbeats and look for agents that have been silent too long.

@@ -109,7 +109,7 @@ def _check_width(load_dir: Path, tag: object, width: int) -> None:
     if written is not None and written != width:
         raise ConfigurationError(
             f"{folder} was written by {written} workers, and this job has {width}: start as many, "
-            "or convert it by `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
-            f"--input_folder {folder} --output_folder {folder}_universal` and start again with "
-            '"checkpoint": {"load_universal": true} in the configuration'
+            "or convert it by `python -m deepspeed.checkpoint.ds_to_universal"
+            f" --inject_missing_state --input_folder {folder} --output_folder {folder}_universal`"
+            ' and start again with "checkpoint": {"load_universal": true} in the configuration'
         )
