@@ -15,8 +15,16 @@ import psutil
 import pytest
 
 from tests import sample
+from tests.convoys import convoy as convoy
+from tests.convoys import played as played
 from tests.durations import RECORD, Durations
 from tests.results import Results
+from tests.session import data as data
+from tests.session import once as once
+from tests.session import reference as reference
+from tests.session import run as run
+from tests.session import zygote as zygote
+from tests.session import zygotes as zygotes
 from tests.tiers import REPRESENTATIVES, is_long, unknown_representatives, waits_for_faults
 
 FIRST = ("tidy", "core", "config")

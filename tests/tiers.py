@@ -69,7 +69,7 @@ FAULTS = (
     "tests/demo/test_real_hybrid.py",
 )
 # Fixtures that start processes; those that use them do too.
-STARTS = ("zygote", "nodes", "slurm", "with_te")
+STARTS = ("zygotes", "nodes", "slurm")
 # One fault of each adapter and mode.
 REPRESENTATIVES = (
     # Megatron-Core: a killed worker in exact and in fast mode, a hang, a return, a torn save.

@@ -5,7 +5,7 @@ import uuid
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from elaswave_plugin.config import parse_kill
 from tests.convoys import recoveries
@@ -63,12 +63,19 @@ class EngineSpec(JobSpec):
     accumulation: int = 2
     # Pipeline stages.
     stages: int = 1
-    # Workers that join the job as soon as it has begun.
-    joiners: int = 0
     # Steps from one seal to the next.
     interval: int | None = None
     settings: str = ""
     script: str = str(EXAMPLE)
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules that its zygote has imported."""
+        return PRELOAD
+
+    def undisturbed(self) -> Self:
+        """The same job without faults and departures, which cannot grow."""
+        return replace(self, kills=(), changes=(), joiners=0, launcher=())
 
     @property
     def has_16_bits(self) -> bool:

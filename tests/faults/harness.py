@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -162,11 +162,23 @@ class JobSpec:
     script: str = str(SCRIPT)
     # Global batches that each step reads.
     reads: int = 1
+    # Workers that join the job as soon as it has begun.
+    joiners: int = 0
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules that its zygote has imported."""
+        return PRELOAD
 
     @property
     def batches(self) -> Sequence[int]:
         """Samples of each step."""
         return self.steps * [self.reads * self.global_batch]
+
+    def undisturbed(self) -> Self:
+        """The same job without faults, departures and returns."""
+        spec = replace(self, kills=(), changes=(), lost_trainers=(), lost_nodes=(), joiners=0)
+        return replace(spec, awaits=(), sabotage="", respawn=0) if spec.awaits else spec
 
     def step_with(self, phase: str, first: int) -> int:
         """The first step from ``first`` on in which a worker is in this phase."""

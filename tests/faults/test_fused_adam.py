@@ -5,19 +5,19 @@ own AdamW: a job that loses workers has to be, bit for bit, the undisturbed one 
 the stand-in of Transformer Engine its RNG tracker is used as well, which keeps generators.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
+from tests.faults.harness import ROOT, JobSpec, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
+from tests.session import Run, Zygotes
 
 STAND_INS = ROOT / "tests" / "stand_ins"
 PACKAGES = {"te": "transformer_engine", "apex": "apex"}
@@ -53,27 +53,14 @@ def uses(kind: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def with_stand_in(
-    data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Launch]]:
+def with_stand_in(zygotes: Zygotes, run: Run) -> Callable[[str], Launch]:
     """Launch jobs that find a stand-in."""
-    zygotes: dict[str, Zygote] = {}
 
     def of_kind(kind: str) -> Launch:
-        if kind not in zygotes:
-            path = (STAND_INS / f"with_{kind}", STAND_INS)
-            zygotes[kind] = Zygote(tmp_path_factory.mktemp("zygote"), path=path)
+        zygote = zygotes(path=(STAND_INS / f"with_{kind}", STAND_INS))
+        return lambda spec: run(replace(spec, sabotage=uses(kind)), zygote)
 
-        def launched(spec: JobSpec) -> Outcome:
-            folder = tmp_path_factory.mktemp("run")
-            spec = replace(spec, sabotage=uses(kind))
-            return launch(spec, zygote=zygotes[kind], data=data, directory=folder)
-
-        return launched
-
-    yield of_kind
-    for zygote in zygotes.values():
-        zygote.close()
+    return of_kind
 
 
 @proves(Kind.KILL, Promise.EQUAL)

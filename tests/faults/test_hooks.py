@@ -1,6 +1,5 @@
 """A source that was given hooks: a fault changes nothing, and no function is replaced."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +12,12 @@ import torch
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.cli.patch import apply, diffs_for, find_tree, read_series, revert
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import ROOT, JobSpec, Outcome, Zygote, check_equal, launch
+from tests.faults.harness import ROOT, JobSpec, Outcome, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_split_backward import check_split, split
 from tests.proofs import Kind, Promise, proves
+from tests.session import Run, Zygotes
 
 # Says, when the weight gradients of a first piece are computed, what is called for linear layers.
 UNREPLACED = """
@@ -58,18 +58,10 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def hooked(patched: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def hooked(patched: Path, zygotes: Zygotes, run: Run) -> Launch:
     """Launch a specification with that copy."""
-    paths = [str(ROOT), str(patched), os.environ.get("PYTHONPATH", "")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        zygote = Zygote(tmp_path_factory.mktemp("zygote"))
-        try:
-            yield lambda spec: launch(
-                spec, zygote=zygote, data=data, directory=tmp_path_factory.mktemp("run")
-            )
-        finally:
-            zygote.close()
+    zygote = zygotes(path=(ROOT, patched))
+    return lambda spec: run(spec, zygote)
 
 
 def places(run: Outcome) -> set[str]:

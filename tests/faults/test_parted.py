@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome
 from tests.faults.parted_cases import ALL_PRELOADED, JOBS, NODES, Case, cases, check
 from tests.faults.parting import WITHIN_S, Cut, Nodes, check_parted, run_parted, warm_nodes
 from tests.proofs import Kind, Promise, proves
@@ -43,15 +42,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 @pytest.mark.parametrize("case", sampled(cases(), most=2), ids=str)
 @pytest.mark.timeout(200)
 def test_a_pair_parted_silently_loses_one_of_the_two(
-    nodes: Nodes, data: Path, tmp_path: Path, run: Launch, made: dict[JobSpec, Outcome], case: Case
+    nodes: Nodes, data: Path, tmp_path: Path, once: Launch, case: Case
 ) -> None:
     parted = run_parted(case.spec, case.cut, nodes, data=data, directory=tmp_path)
-
-    def once(spec: JobSpec) -> Outcome:
-        if spec not in made:
-            made[spec] = run(spec)
-        return made[spec]
-
     check(case, parted, launched=once)
 
 
@@ -88,9 +81,3 @@ def test_who_was_given_up_comes_back_when_the_network_heals(
     assert "nothing of node 2 is heard here" in parted.run.output
     assert "node 2 is heard here again" in parted.run.output
     assert parted.run.trace() == reference(replace(spec, nodes=1, respawn=0, sabotage="")).trace()
-
-
-@pytest.fixture(scope="module")
-def made() -> dict[JobSpec, Outcome]:
-    """The runs with which others are compared, each made once."""
-    return {}

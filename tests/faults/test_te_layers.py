@@ -5,7 +5,6 @@ extra state and the ways of theirs to accumulate gradients: into ``main_grad``, 
 forward pass, in place of what is there for a first micro-batch.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +15,14 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from elaswave_plugin.adapters.megatron.state.stage_parts import move_to_tp_position
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
+from tests.faults.harness import JobSpec, check_equal
 from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.faults.test_first_step import ON_GPU, repeated
 from tests.faults.test_fused_adam import MOVED, STAND_INS, why_not
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
+from tests.session import Run, Zygotes, each_once
 
 # Before the script: weight gradients are fused into the backward.
 FUSES = """
@@ -48,32 +48,17 @@ TransformerLayer.__init__ = built
 
 
 @pytest.fixture(scope="module")
-def with_te(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def with_te(zygotes: Zygotes, run: Run) -> Launch:
     """Launch jobs whose layers are stand-ins."""
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"), path=(STAND_INS / "with_te", STAND_INS))
-
-    def launched(spec: JobSpec) -> Outcome:
-        folder = tmp_path_factory.mktemp("run")
-        spec = replace(spec, sabotage=spec.sabotage or USES)
-        return launch(spec, zygote=zygote, data=data, directory=folder)
-
-    yield launched
-    zygote.close()
+    zygote = zygotes(path=(STAND_INS / "with_te", STAND_INS))
+    return lambda spec: run(replace(spec, sabotage=spec.sabotage or USES), zygote)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(with_te: Launch) -> Launch:
     """The run of the same layers without a fault, made once."""
-    made: dict[JobSpec, Outcome] = {}
-
-    def once(spec: JobSpec) -> Outcome:
-        spec = replace(spec, kills=(), lost_trainers=())
-        if spec not in made:
-            made[spec] = with_te(spec)
-            assert made[spec].returncode == 0, made[spec].output[-4000:]
-        return made[spec]
-
-    return once
+    once = each_once(with_te)
+    return lambda spec: once(spec.undisturbed())
 
 
 SPECS = [

@@ -1,10 +1,10 @@
-"""Rehearses a script with the zygote of the session."""
+"""Rehearses scripts with the zygotes of the session."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import pytest
 
 from tests.deepspeed.harness import PRELOAD as ENGINE_PRELOAD
 from tests.deepspeed.harness import EngineSpec
-from tests.faults.conftest import data as data
-from tests.faults.conftest import zygote as zygote
 from tests.faults.harness import SABOTAGED, JobSpec, Zygote
+from tests.session import Zygotes
 
 LIMIT_S = 520.0
 
@@ -64,14 +63,6 @@ def rehearsed(command: list[str], *options: str, folder: Path) -> Rehearsed:
     return Rehearsed(exit_code=ended.returncode, output=output, verdict=verdict)
 
 
-@pytest.fixture(scope="session")
-def engine_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """A process that has imported DeepSpeed."""
-    running = Zygote(tmp_path_factory.mktemp("engine-zygote"), ENGINE_PRELOAD)
-    yield running
-    running.close()
-
-
 @pytest.fixture
 def rehearse(zygote: Zygote, data: Path, tmp_path: Path) -> Rehearse:
     """Rehearse a specification; ``runs``: only these."""
@@ -79,9 +70,9 @@ def rehearse(zygote: Zygote, data: Path, tmp_path: Path) -> Rehearse:
 
 
 @pytest.fixture
-def rehearse_engine(engine_zygote: Zygote, tmp_path: Path) -> Rehearse:
+def rehearse_engine(zygotes: Zygotes, tmp_path: Path) -> Rehearse:
     """The same with DeepSpeed."""
-    return rehearsing(engine_zygote, tmp_path, tmp_path)
+    return rehearsing(zygotes(ENGINE_PRELOAD), tmp_path, tmp_path)
 
 
 def rehearsing(zygote: Zygote, data: Path, folder: Path) -> Rehearse:

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.conftest import once as once
-from tests.deepspeed.conftest import reference as reference
-from tests.deepspeed.conftest import run as run
 from tests.deepspeed.conftest import twin as twin
-from tests.deepspeed.conftest import zygote as zygote
 from tests.deepspeed.harness import EngineSpec, check_recovered
 from tests.deepspeed.test_join import entered, sizes
 from tests.proofs import Kind, Promise, proves

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (*FAULTS, "tests/core/test_losses.py")
 LIMIT_S = 110
 # The fixture that all jobs with a framework start from.
-ZYGOTE = "zygote"
+ZYGOTES = "zygotes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Declarations:
                     file=str(item.path.relative_to(ROOT / "tests")),
                     test=item.nodeid.partition("::")[2].partition("[")[0],
                     proof=proof_of(item),
-                    has_job=ZYGOTE in getattr(item, "fixturenames", ()),
+                    has_job=ZYGOTES in getattr(item, "fixturenames", ()),
                     parts=parts_of(item),
                 )
             )

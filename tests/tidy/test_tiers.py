@@ -47,7 +47,7 @@ def test_what_is_left_to_the_faults_is_what_they_run() -> None:
 
 
 def test_what_starts_processes_waits_for_the_faults() -> None:
-    starts, nothing = ("tmp_path", "zygote"), ("tmp_path",)
+    starts, nothing = ("tmp_path", "zygotes"), ("tmp_path",)
     assert not any(waits_for_faults(one, starts) for one in (*LONG, *REPRESENTATIVES))
     assert is_long(f"{LONG[0]}::test_a[0]")
     for file in ("faults/test_kill.py", "adapters/megatron_lm/test_kill.py"):

@@ -1,7 +1,6 @@
-"""One zygote with Megatron-LM imported, and each reference run once."""
+"""A zygote with Megatron-LM imported, and each reference run of its scripts once."""
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +14,8 @@ from megatron.core.energy_monitor import EnergyMonitor
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 from tests.adapters.megatron_lm.harness import PRELOAD, ScriptSpec, lay_out
-from tests.convoys import convoy as convoy
-from tests.convoys import played as played
-from tests.faults.harness import ROOT, Outcome, Zygote, launch
+from tests.faults.harness import ROOT, Outcome, Zygote
+from tests.session import Run, Zygotes, each_once
 
 Launch = Callable[[ScriptSpec], Outcome]
 
@@ -29,34 +27,17 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def zygote(script: Path, zygotes: Zygotes) -> Zygote:
     """A process that has imported Megatron-LM."""
-    paths = [str(ROOT), str(script.parent), os.environ.get("PYTHONPATH", "")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        running = Zygote(tmp_path_factory.mktemp("zygote"), PRELOAD)
-        yield running
-        running.close()
+    return zygotes(PRELOAD, path=(ROOT, script.parent))
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what runs leave to each other."""
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="session")
-def run(
-    script: Path, zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Launch:
-    """Launch a specification in a directory of its own."""
-
-    def launched(spec: ScriptSpec) -> Outcome:
-        folder = tmp_path_factory.mktemp("run")
-        path = str(script.parent / spec.script)
-        return launch(replace(spec, script=path), zygote=zygote, data=data, directory=folder)
-
-    return launched
+def run(script: Path, zygote: Zygote, run: Run) -> Run:
+    """Launch a specification of a script of the copy."""
+    return lambda spec, other=None: run(
+        replace(spec, script=str(script.parent / spec.script)), other or zygote
+    )
 
 
 @pytest.fixture(scope="session")
@@ -69,16 +50,8 @@ def run_changed(run: Launch, script: Path) -> Launch:
 @pytest.fixture(scope="session")
 def reference(run: Launch) -> Launch:
     """The undisturbed run of a specification, made once."""
-    made: dict[ScriptSpec, Outcome] = {}
-
-    def undisturbed(spec: ScriptSpec) -> Outcome:
-        spec = replace(spec, kills=(), changes=(), awaits=(), respawn=0)
-        if spec not in made:
-            made[spec] = run(spec)
-            assert made[spec].returncode == 0, made[spec].output[-4000:]
-        return made[spec]
-
-    return undisturbed
+    once = each_once(run)
+    return lambda spec: once(spec.undisturbed())
 
 
 @pytest.fixture

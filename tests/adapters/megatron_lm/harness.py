@@ -4,8 +4,9 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -63,6 +64,15 @@ class ScriptSpec(JobSpec):
     without: tuple[str, ...] = ()
     script: str = "pretrain_gpt.py"
     elastic: bool = True
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules that its zygote has imported."""
+        return PRELOAD
+
+    def undisturbed(self) -> Self:
+        """The same job without faults, departures and returns."""
+        return replace(self, kills=(), changes=(), awaits=(), respawn=0)
 
     @property
     def batches(self) -> Sequence[int]:

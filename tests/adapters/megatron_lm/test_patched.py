@@ -1,8 +1,6 @@
 """Megatron-LM with the diffs of patches/: hooks are set, and no function is replaced."""
 
-import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +23,10 @@ from tests.adapters.megatron_lm.harness import (
 from tests.adapters.megatron_lm.test_pieces import check_checkpoints
 from tests.adapters.megatron_lm.test_without_plugin import SPEC, without_plugin
 from tests.adapters.test_diffs import WITHOUT_HOOK, installed_core
-from tests.faults.harness import ROOT, Outcome, Zygote, check_equal, launch
+from tests.faults.harness import ROOT, Outcome, check_equal
 from tests.faults.test_hooks import places
 from tests.proofs import Kind, Promise, proves
+from tests.session import Run, Zygotes
 
 pytestmark = [needs_repository, pytest.mark.timeout(300)]
 
@@ -44,21 +43,10 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hooked(patched: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def hooked(patched: Path, zygotes: Zygotes, run: Run) -> Launch:
     """Launch a specification with that copy."""
-    paths = [str(ROOT), str(patched.parent), os.environ.get("PYTHONPATH", "")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-        zygote = Zygote(tmp_path_factory.mktemp("zygote"), PRELOAD)
-        try:
-            yield lambda spec: launch(
-                replace(spec, script=str(patched)),
-                zygote=zygote,
-                data=data,
-                directory=tmp_path_factory.mktemp("run"),
-            )
-        finally:
-            zygote.close()
+    zygote = zygotes(PRELOAD, path=(ROOT, patched.parent))
+    return lambda spec: run(replace(spec, script=str(patched)), zygote)
 
 
 def check_hooked(run: Outcome, reference: Outcome) -> None:
