@@ -24,6 +24,7 @@ from elaswave_plugin.core.layout.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
+from elaswave_plugin.ipc.snapshot_record import BUFFERS
 from elaswave_plugin.snapshot.free_memory import available_bytes
 from elaswave_plugin.snapshot.restore import Access, read_parts
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
@@ -86,7 +87,7 @@ class Migrations:
         mine = self._mine(self._before)
         whole = _cut(mine).payload_bytes
         self._pool = SnapshotPool(
-            member.member.snapshot_fds,
+            member.member.snapshot_fds[:BUFFERS],
             slot=self._slot,
             capacity_bytes=capacity_of(2 * whole),
             needed_bytes=2 * whole,

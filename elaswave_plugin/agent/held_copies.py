@@ -19,7 +19,7 @@ from typing import Protocol
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.snapshot_record import (
     BODY_OFFSET,
-    BUFFERS,
+    MEMORIES,
     clear_record,
     read_record,
     write_record,
@@ -77,8 +77,8 @@ class HeldCopies:
         newer copy is here, and OSError.
         """
         record = replace(record, holder=holder)
-        if record.buffer not in range(BUFFERS):
-            raise ValueError(f"buffer {record.buffer}, wanted less than {BUFFERS}")
+        if record.buffer not in range(MEMORIES):
+            raise ValueError(f"buffer {record.buffer}, wanted less than {MEMORIES}")
         key = record.owner, record.buffer
         with self._changed:
             while (there := self._buffers.get(key)) is not None:

@@ -1,4 +1,4 @@
-"""The snapshot memory of a node: the two buffers of each of its slots, and copies for other nodes.
+"""The snapshot memory of a node: the memories of each of its slots, and copies for other nodes.
 
 What a worker of this node has sealed is written in its memory (`ipc/snapshot_record.py`), so a
 seal needs no message; copies of others are in `held_copies.py`. All of it is the guardian's, so
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from elaswave_plugin.agent.held_copies import HeldCopies, Memory
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.snapshot_record import BUFFERS, read_record
+from elaswave_plugin.ipc.snapshot_record import MEMORIES, read_record
 
 
 def buffer_name(slot: int, buffer: int) -> str:
@@ -33,7 +33,7 @@ class SnapshotStore:
 
     def open_slot(self, slot: int) -> tuple[str, ...]:
         """Have the buffers of a slot of this node; returns their names."""
-        names = tuple(buffer_name(slot, number) for number in range(BUFFERS))
+        names = tuple(buffer_name(slot, number) for number in range(MEMORIES))
         with self._lock:
             if slot not in self._fds:
                 self._fds[slot] = tuple(map(self._memory.memory, names))

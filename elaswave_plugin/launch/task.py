@@ -30,11 +30,13 @@ from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.handshake import is_same_user
 from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.snapshot_record import MEMORIES
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode, receive_frame, send_frame
 
 _AGAIN_S = 0.02
 _HELLO_S = 10.0
-_FDS_A_REQUEST = 7
+# Standard streams, secret, page, and the memories of its snapshots.
+_FDS_A_REQUEST = 5 + MEMORIES
 
 
 def meeting_name(job: str, node: int) -> str:

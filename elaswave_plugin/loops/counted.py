@@ -44,7 +44,9 @@ class CountedLoop(ElasticLoop):
         # Steps that the script has behind it, and those that the others had.
         self._passed = self._reached = 0
         knows = not self.worker.detached
-        self._handshake = Handshake(knows=knows, tell=self._tell, follow=self._follow)
+        self._handshake = Handshake(
+            self.worker.notes, knows=knows, tell=self._tell, follow=self._follow
+        )
 
     def next_step(self, train_step: Callable[[], StepReport]) -> StepReport | None:
         """Complete the script's next step; None for one that the others have behind them."""

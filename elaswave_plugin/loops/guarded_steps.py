@@ -21,6 +21,7 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import StepState
 
 Result = TypeVar("Result")
+_WORKS = "pieces of work between steps"
 
 
 class GuardedSteps:
@@ -52,6 +53,7 @@ class GuardedSteps:
         self._began_s = 0.0
         # Pieces of work between steps that everyone has completed.
         self.works_done = 0
+        worker.notes.add(_WORKS, lambda step: self.works_done)
         self.drafts = Drafts(worker)
         self._failed_saves = FailedSaves(worker, self.drafts)
 
@@ -82,9 +84,10 @@ class GuardedSteps:
         arrives = any(one.arrives and one.step == step for one in absent)
         try:
             worker.member.begin_step(step, awaits_arrival=arrives)
-        except EpochChanged:
+        except EpochChanged as view:
             if worker.member.stops_before(step):
                 worker.state.seal_at_boundary(self._framework, step)
+                worker.notes.leave(step, view.epoch)
             raise
         for change in self._changes:
             if change.step == step and change.slot in worker.view.ranks and not change.arrives:
@@ -151,6 +154,8 @@ class GuardedSteps:
     def _restored(self) -> None:
         """Complete work that one worker has left: it left a barrier that met all workers."""
         self.state.restored(self.worker.completed)
+        if self.worker.notes.were_read:
+            self.works_done = self.worker.notes.read(_WORKS)
         done = torch.tensor([self.works_done, self._failed_saves.has_failed])
         dist.all_reduce(done, op=dist.ReduceOp.MAX)
         self.works_done = int(done[0])

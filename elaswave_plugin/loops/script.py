@@ -46,7 +46,9 @@ class ScriptLoop:
         self._reached = self.worker.completed
         self._inside = False
         knows = not self.worker.detached
-        self._handshake = Handshake(knows=knows, tell=variables.tell, follow=self._follow)
+        self._handshake = Handshake(
+            self.worker.notes, knows=knows, tell=variables.tell, follow=self._follow
+        )
         # Whether it has come later, and the script has not come to its first step yet.
         self._is_ahead = False
 

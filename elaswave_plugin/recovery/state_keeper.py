@@ -14,6 +14,7 @@ from elaswave_plugin.core.recovery_plan.placement import Placement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, copy_targets
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.framework import Framework
+from elaswave_plugin.ipc.snapshot_record import BUFFERS, NOTES
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.seal_interval import SealInterval
@@ -24,6 +25,7 @@ from elaswave_plugin.recovery.snapshot_memory import (
 )
 from elaswave_plugin.snapshot.deferred import DeferredMoments
 from elaswave_plugin.snapshot.free_memory import available_bytes
+from elaswave_plugin.snapshot.notes_memory import NotesMemory
 from elaswave_plugin.snapshot.restore import Access
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, capacity_of
 from elaswave_plugin.trainer.member import Member
@@ -72,13 +74,15 @@ class StateKeeper:
         self.begin_epoch(view, placement)
         if not self._config.snapshots:
             return
+        self._notes = NotesMemory(self._member.snapshot_fds[NOTES], slot=self._member.slot)
+        self._has_notes = False
         copies, slot = self._config.snapshot_copies, self._member.slot
         self.memory = SnapshotMemory(view, placement, copies=copies, alignment=alignment)
         """What the workers of this view take."""
         whole = ShardCut(buckets=placement.largest, width=1, alignment=alignment)
         group = self._shard_group
         self.pool = SnapshotPool(
-            self._member.snapshot_fds,
+            self._member.snapshot_fds[:BUFFERS],
             slot=slot,
             capacity_bytes=capacity_of(whole.payload_bytes + CAPSULE_ROOM_BYTES),
             needed_bytes=self.memory.needed(self.memory.node_of(slot)),
@@ -149,6 +153,21 @@ class StateKeeper:
             self._seal(framework, step, check=lambda: None)
             self.finish_seal()
 
+    @property
+    def is_alone(self) -> bool:
+        """True if no other worker has what this one knows of its part of the model."""
+        group = self._shard_group
+        return self._config.snapshots and group is not None and len(group.ranks) == 1
+
+    def seal_notes(self, notes: bytes, *, step: int, epoch: int) -> None:
+        """Seal notes of this worker, which is alone; raises ConfigurationError."""
+        assert self._shard_group is not None
+        record = self._notes.seal(notes, step=step, epoch=epoch, shard_group=self._shard_group.key)
+        self._has_notes = True
+        self._member.sealed(
+            record, [one for one in self._copy_targets() if not self._is_local(one)]
+        )
+
     def went_back(self, step: int, buffer: int) -> None:
         """The state is that after ``step`` steps again, as all have sealed it in this buffer."""
         self._base_step = step
@@ -192,6 +211,9 @@ class StateKeeper:
         if self._seals_in_epoch == 2:
             # The collective between the two has shown that the first is safe everywhere.
             self._member.release(self._view.epoch)
+            if self._has_notes:
+                self._has_notes = False
+                self._notes.free()
 
     def _seal_shard(
         self,

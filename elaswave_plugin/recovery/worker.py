@@ -10,9 +10,10 @@ from typing import Unpack
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable, check_growing_groups
 from elaswave_plugin.config import ElasticConfig, parse_kill
-from elaswave_plugin.core.agreement.hang import COMMIT
+from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
 from elaswave_plugin.core.layout.reserve import built_among, grown_replicas
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
 from elaswave_plugin.core.planner.layer_times import PassTimes, agreed
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
@@ -26,13 +27,16 @@ from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.phase_clock import PhaseClock
+from elaswave_plugin.ipc.snapshot_record import NOTES
 from elaswave_plugin.recovery.given_settings import check_given
+from elaswave_plugin.recovery.notes import Notes
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.relief import Relief
 from elaswave_plugin.recovery.slow_workers import SlowWorkers, asked_last
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.stopwatch import Stopwatch
+from elaswave_plugin.snapshot.restore import read_capsule
 from elaswave_plugin.tracking.events import EventLog
 from elaswave_plugin.trainer.broken_links import BrokenLinks
 from elaswave_plugin.trainer.member import Commit, Member
@@ -97,6 +101,7 @@ class Worker:
         self.state = StateKeeper(
             self.member, config=config, phases=self.phases, record=self._record
         )
+        self.notes = Notes(self)
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
         self._restored_step = 0
@@ -258,6 +263,7 @@ class Worker:
         self.last_call = commit.view.reason == LAST_CALL or (self.last_call and all_told)
         self.view = commit.view
         self.slow_workers.learn(told_slow, asked_last(commit.facts.values()))
+        self.notes.find(commit.inventory)
         wanted = max(told.seal_interval for told in commit.facts.values())
         self.state.interval = self.config.fixed_interval or wanted
         self._asked_for_interval = False
@@ -347,7 +353,9 @@ class Worker:
             shard_groups=self.placement.shard_groups,
             dataflow=self.relief.deal(),
             alignment=self.state.alignment,
-            inventory=[one for one in commit.inventory if one not in unreadable],
+            inventory=[
+                one for one in commit.inventory if one not in unreadable and one.buffer != NOTES
+            ],
             live={slot: told.live for slot, told in commit.facts.items()},
         )
 
@@ -370,6 +378,7 @@ class Worker:
         )
         self.slow_workers.note_pause(pause_s)
         self.completed = self.phases.step = self._restored_step = plan.restore_step
+        self._plan = plan
         self.state.went_back(plan.restore_step, plan.restore_buffer)
         self.phases.replaying = True
         self.dataflow = plan.dataflow
@@ -388,6 +397,11 @@ class Worker:
                 waited_s=time.time() - self._ready_s,
                 fetched_bytes=fetched_bytes,
             )
+
+    def read_capsule(self, source: SealedShard) -> bytes:
+        """Read and verify the capsule of a sealed shard, in the view of the last recovery."""
+        with self.member.progress_page.waiting(OUTSIDE):
+            return read_capsule(source, self._plan, self.state.access)
 
     def flow_of(self, num_microbatches: int) -> Flow:
         """Return the flow of a batch of ``num_microbatches`` in this view, alike on all workers.

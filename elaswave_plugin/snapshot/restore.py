@@ -25,6 +25,7 @@ from elaswave_plugin.errors import (
     SnapshotUnreadableError,
 )
 from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.snapshot_record import NOTES
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
 from elaswave_plugin.values.gathered import gathered
@@ -129,9 +130,14 @@ def _compare_digests(plan: RecoveryPlan) -> None:
 
 def _read(plan: RecoveryPlan, access: Access) -> RestoredState:
     (masters,), fetched_bytes = read_parts(plan, WEIGHTS, access)
-    with _open(_nearest_capsule(plan, access.slot), plan, access) as reader:
-        capsule = reader.read_capsule()
+    capsule = read_capsule(_nearest_capsule(plan, access.slot), plan, access)
     return RestoredState(plan=plan, masters=masters, capsule=capsule, fetched_bytes=fetched_bytes)
+
+
+def read_capsule(source: SealedShard, plan: RecoveryPlan, access: Access) -> bytes:
+    """Read and verify the capsule of a shard; raises SnapshotUnreadableError."""
+    with _open(source, plan, access) as reader:
+        return reader.read_capsule()
 
 
 def _nearest_capsule(plan: RecoveryPlan, slot: int) -> SealedShard:
@@ -166,7 +172,7 @@ def read_parts(
 
 @contextmanager
 def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[VerifiedReader]:
-    if source.holder == access.slot and not source.is_copy:
+    if source.holder == access.slot and not source.is_copy and source.buffer != NOTES:
         copy = access.pool.reader(source.buffer)
 
         def read_own(offset: int, into: memoryview) -> None:

@@ -89,7 +89,7 @@ class SnapshotPool:
 
     def __init__(
         self,
-        fds: tuple[int, int],
+        fds: Sequence[int],
         *,
         slot: int,
         capacity_bytes: int,
@@ -167,7 +167,7 @@ class SnapshotPool:
             if not on_host:
                 self._pins[buffer].pin(needed_bytes)
                 hashers = self._hashers
-            payload_bytes, length, digest = _write_body(body, copy, capsule, hashers)
+            payload_bytes, length, digest = write_body(body, copy, capsule, hashers)
             before_seal()
             sealed = SealedShard(
                 owner=self._slot,
@@ -225,7 +225,7 @@ def _allowed_bytes(available_bytes: int) -> int:
     return min(available_bytes, *(one for one in limits if one != resource.RLIM_INFINITY))
 
 
-def _write_body(
+def write_body(
     target: memoryview, copy: Copy, capsule: bytes, hashers: ThreadPoolExecutor | None
 ) -> tuple[int, int, int]:
     """Write payload, capsule and table; returns the payload's bytes, all bytes, the table's digest.

@@ -24,7 +24,7 @@ from elaswave_plugin.values.plain import encode
 from elaswave_plugin.values.rows import row_of
 
 Kept = dict[str, Any]
-
+_NOTED = "the state of a step"
 
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROW = 1 << 20
@@ -136,6 +136,9 @@ class StepState:
         self._found: dict[int, dict[str, Any]] = {}
         self._awaits_passes = self._is_redone = False
         self._asks = worker.detached
+        # The number of the part of the model that this worker held when it kept what is newest.
+        self._kept_of = -1
+        worker.notes.add(_NOTED, self._known)
 
     def begin(self, step: int) -> None:
         """A step begins: keep what there is, or put back what there was when it first began."""
@@ -145,6 +148,7 @@ class StepState:
             self.put_back(self._before[step])
             return
         self._before[step] = self.keep()
+        self._kept_of = self._shard_group
         oldest = step - self._worker.state.remembered_steps
         for states in (self._before, self._found):
             for old in [one for one in states if one <= oldest]:
@@ -230,14 +234,16 @@ class StepState:
         """
         # What was sealed is here again, in the layout of this view.
         self.sealed()
-        # Also who came in the step after this one, if it cannot be redone from its own seal.
+        # Also who came in the step after this one, if it cannot be redone from its own seal, and
+        # who had no place: its loop went on beside a model without weights.
         came_later = self._asks or min(self._before, default=step) > step
+        came_later = came_later or self._kept_of < 0 <= self._shard_group
         if self.repeats_bodies:
             for states in (self._before, self._found):
                 for later in [one for one in states if one > step]:
                     del states[later]
-        rows = _told([came_later, step in self._before, self._shard_group])
-        for rank, (asks, _, wanted) in enumerate(rows):
+        rows = _told([came_later, step in self._before, self._shard_group, self._kept_of])
+        for rank, (asks, _, wanted, _) in enumerate(rows):
             # Also one that has no place yet: its script's loop goes on with the others'.
             if asks:
                 self._give(step, to=rank, source=self._source(rows, wanted))
@@ -249,31 +255,38 @@ class StepState:
             is_placed=self._shard_group >= 0,
             is_current=newest == step,
         )
-        came = any(asks for asks, _, _ in rows)
+        came = any(asks for asks, *_ in rows)
         if came and step in self._before:
             self.put_back(self._before[step])
         if came or moved:
-            self._compare([number for _, _, number in rows], self._part_from)
+            self._compare([number for _, _, number, _ in rows], self._part_from)
 
-    def _source(self, rows: Sequence[Sequence[int]], shard_group: int) -> int:
-        """The rank that gives: the first of the same part of the model, or else of any other."""
-        able = [rank for rank, (asks, has, _) in enumerate(rows) if has and not asks]
-        if not able:
-            raise ElasWaveError(
-                "all workers that knew the state of the script's loop were lost before this one "
-                "joined; restart from the last checkpoint"
-            )
-        return next((rank for rank in able if rows[rank][2] == shard_group), able[0])
+    def _source(self, rows: Sequence[Sequence[int]], shard_group: int) -> int | None:
+        """The rank that gives: the first of the same part of the model, or else of any other.
 
-    def _give(self, step: int, *, to: int, source: int) -> None:
+        None where notes do: of the same part, or because nobody is left.
+        """
+        able = [rank for rank, (asks, has, *_) in enumerate(rows) if has and not asks]
+        alike = [rank for rank in able if rows[rank][3] == shard_group]
+        groups = self._worker.placement.shard_groups
+        if not alike and shard_group >= 0 and self._worker.notes.are_of(groups[shard_group].key):
+            return None
+        return next(iter(alike or able), None)
+
+    def _give(self, step: int, *, to: int, source: int | None) -> None:
         rank = dist.get_rank()
-        states = self._before, self._found
         if rank == source:
-            known = [one[step] for one in states if step in one]
-            send([{n: self._parts[n].shared(one) for n, one in kept.items()} for kept in known], to)
+            send(self._known(step), to)
         elif rank == to:
-            for one, kept in zip(states, receive(source), strict=False):
+            told = self._worker.notes.read(_NOTED) if source is None else receive(source)
+            for one, kept in zip((self._before, self._found), told, strict=False):
                 one[step] = kept
+            self._kept_of = self._shard_group
+
+    def _known(self, step: int) -> list[Kept]:
+        """Return what a later worker takes of what there was before a step."""
+        known = [one[step] for one in (self._before, self._found) if step in one]
+        return [{n: self._parts[n].shared(one) for n, one in kept.items()} for kept in known]
 
     @property
     def _shard_group(self) -> int:

@@ -67,7 +67,7 @@ class Member:
         dial: Dial,
         slot: int,
         incarnation: int,
-        snapshot_fds: tuple[int, int],
+        snapshot_fds: tuple[int, ...],
         secret: Secret,
         say: Callable[[WireMessage], bool] = lambda message: False,
         host: str = LOOPBACK,
@@ -126,7 +126,6 @@ class Member:
                 f"{AGENT} is not set: this process has no elaswave agent; start the script with"
                 " `elaswave run` or `torchrun ... -m elaswave_plugin.run`"
             )
-        first, second = env[SNAPSHOT_FDS].split(",")
         set_title(f"worker {env[SLOT]}")
         contact = AgentContact.from_environment(env)
         return cls(
@@ -135,7 +134,7 @@ class Member:
             secret=contact.secret,
             slot=int(env[SLOT]),
             incarnation=int(env[INCARNATION]),
-            snapshot_fds=(int(first), int(second)),
+            snapshot_fds=tuple(map(int, env[SNAPSHOT_FDS].split(","))),
             host=env.get(HOST, LOOPBACK),
             progress_fd=page_fd(env),
         )

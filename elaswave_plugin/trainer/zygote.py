@@ -38,12 +38,14 @@ from elaswave_plugin.ipc.process_tree import (
     lead_group,
 )
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
+from elaswave_plugin.ipc.snapshot_record import MEMORIES
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode
 from elaswave_plugin.trainer.few_warnings import show_few_warnings
 from elaswave_plugin.trainer.script_run import Reporter, guarded, run
 
-_FDS_A_REQUEST = 7
+# Standard streams, secret, page, and the memories of its snapshots.
+_FDS_A_REQUEST = 5 + MEMORIES
 # That of jemalloc, as pyarrow has it, is there again after a fork; that of NVML's look for GPUs, no
 # child has missed (driver 580 on an H100).
 _NEEDED_BY_NO_CHILD = ("jemalloc_bg_thd", "cuda")

@@ -456,7 +456,9 @@ def check_survived(run: Outcome) -> None:
         assert failed_by_themselves(run) == {*run.spec.failing}, run.output[-4000:]
     departures = [change for change in run.spec.changes if not change.startswith("+")]
     assert len(run.events("departed")) == len(departures)
-    assert pids_unchanged(run.files)
+    # Each of the launch may be lost once the ones before it are back.
+    in_all = set.intersection(*(set(event["ranks"]) for event in run.events("view_committed")))
+    assert pids_unchanged(run.files) or not in_all
     assert not disagreeing_steps(run.files)
     assert not run.orphans
     assert audit_samples(of_its_own(run.files), batches=run.spec.batches) == (0, 0)

@@ -12,6 +12,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import xxhash
 
 from elaswave_plugin.adapters.deepspeed.compat.patches import stage_patches
 from elaswave_plugin.adapters.deepspeed.engine.first_pass import Structure
@@ -25,9 +26,12 @@ from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.ipc.environment import INCARNATION, SLOT
 from elaswave_plugin.recovery.handshake import Handshake
 from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.step_state.step_state import digest_of
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.values.gathered import told_by
 from elaswave_plugin.values.plain import decode, encode
+
+_FROZEN = "what no step changes"
 
 
 def meet_nobody() -> None:
@@ -87,7 +91,10 @@ class News:
         self._framework = framework
         self._monitor = monitor
         self._stand_in = stand_in
-        self._handshake = Handshake(knows=not worker.detached, tell=self._tell, follow=self._follow)
+        self._handshake = Handshake(
+            worker.notes, knows=not worker.detached, tell=self._tell, follow=self._follow
+        )
+        worker.notes.add(_FROZEN, lambda step: self._frozen_digest())
         self._known_epoch = worker.job_constants.get("data_epoch", 0)
 
     def exchange(self) -> None:
@@ -109,20 +116,35 @@ class News:
         loader = self._framework.loader
         assert loader is not None
         state = {rank: _JobState(*one) for rank, one in enumerate(everyone) if one is not None}
-        comes = dist.get_rank() not in state
-        source = next((rank for rank, one in state.items() if one.was_first), min(state))
+        comes, told_by_notes = dist.get_rank() not in state, min(state) == dist.get_world_size()
+        first = next((rank for rank, one in state.items() if one.was_first), min(state))
+        if told_by_notes and self._frozen_digest() != self._worker.notes.read(_FROZEN):
+            raise ElasWaveError(
+                "all workers that held the frozen parameters of the job were lost"
+                " before this one joined, whose script has built others; restart from the last"
+                " checkpoint"
+            )
+        # All that have come have built the same.
+        source = 0 if told_by_notes else first
         structure = Structure.of(told_by(source, self._framework.structure.told()))
         if comes:
             self._framework.fit(structure)
         for tensor in self._framework.unsealed(structure):
             dist.broadcast(tensor, src=source)
         if comes:
-            loader.follow(state[source].loader)
+            loader.follow(state[first].loader)
             self._stand_in.shapes = {}
-            self._stand_in.follow(state[source].shapes)
-            self._monitor.events = state[source].events
+            self._stand_in.follow(state[first].shapes)
+            self._monitor.events = state[first].events
             # Where it does not get there, the next one need not begin before.
             self.remember_epoch(loader.epoch_of_others)
+
+    def _frozen_digest(self) -> int:
+        """Digest what no step changes; buffers come back with the step, or with its first pass."""
+        digest = xxhash.xxh3_64()
+        for tensor in self._framework.unsealed(Structure((), (), ())):
+            digest.update(digest_of(tensor).to_bytes(8, "little"))
+        return digest.intdigest() >> 1
 
     # ---- what only the own agent keeps -----------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""Notes on the script's loop, which a worker leaves that alone knows it, before others enter.
+
+Newcomers are told by those that were there. Where all of these are lost before they have told, the
+notes say it: they lie with the snapshots, and outlive the worker as these do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.errors import ElasWaveError
+from elaswave_plugin.ipc.snapshot_record import NOTES
+from elaswave_plugin.values.packed import packed, unpacked
+
+if TYPE_CHECKING:
+    from elaswave_plugin.recovery.worker import Worker
+
+_WHAT = "what a worker knows of the script's loop"
+
+
+class Notes:
+    """The notes of one worker, and those that it finds."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._tell: dict[str, Callable[[int], Any]] = {}
+        self._found: list[SealedShard] = []
+        self._read: dict[str, Any] | None = None
+
+    def add(self, name: str, tell: Callable[[int], Any]) -> None:
+        """Have ``tell(step)`` noted by this name: a plain value, before that step."""
+        self._tell[name] = tell
+
+    def leave(self, step: int, epoch: int) -> None:
+        """Leave notes before ``step``, where others enter in view ``epoch``, if nobody else can."""
+        if self._worker.state.is_alone:
+            told = {name: tell(step) for name, tell in self._tell.items()}
+            self._worker.state.seal_notes(packed(told, _WHAT), step=step, epoch=epoch)
+
+    def find(self, inventory: Iterable[SealedShard]) -> None:
+        """A view was committed with all that is sealed: find the notes among it, newest first."""
+        found = [one for one in inventory if one.buffer == NOTES]
+        self._found = sorted(found, key=lambda one: (one.age, one.holder), reverse=True)
+        self._read = None
+
+    def are_of(self, shard_group: tuple[int, int]) -> bool:
+        """Return whether a worker of that part of the model has left any before the present step.
+
+        Alike on all workers.
+        """
+        step = self._worker.completed
+        return any((one.step, one.shard_group) == (step, shard_group) for one in self._found)
+
+    def read(self, name: str) -> Any:
+        """Return what was noted before the present step, of the own part of the model if there.
+
+        Raises ElasWaveError where nothing was, SnapshotUnreadableError.
+        """
+        if self._read is None:
+            group = self._worker.placement.shard_group_of(self._worker.slot)
+            key = None if group is None else group.key
+            here = [one for one in self._found if one.step == self._worker.completed]
+            here.sort(key=lambda one: one.shard_group != key)
+            if not here:
+                raise ElasWaveError(
+                    "all workers that knew the state of the script's loop were lost before this one"
+                    " joined; restart from the last checkpoint"
+                )
+            self._read = unpacked(self._worker.read_capsule(here[0]), _WHAT)
+        return self._read[name]
+
+    @property
+    def were_read(self) -> bool:
+        """True if this worker knows the loop from notes, in the present view."""
+        return self._read is not None

@@ -1,0 +1,44 @@
+"""The only worker that knows the script's loop is lost while another one enters, in an engine."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.deepspeed import hf_runs
+from tests.deepspeed.conftest import Launch
+from tests.deepspeed.harness import FP32_BOUND, EngineSpec
+from tests.faults.harness import check_survived, max_relative_difference
+from tests.faults.test_join import entered
+from tests.proofs import Kind, Promise, proves
+
+# The survivor dies when it has agreed to the view that lets the other one in.
+LOST = {"kills": ("1@1:backward", "0@4:move"), "changes": ("+1@4",), "respawn": 5}
+# An own loop has not come to its step yet.
+OWN_LOST = {**LOST, "kills": ("1@1:backward", "0@3:move")}
+OWN = EngineSpec(nproc=2, steps=7, global_batch=4, accumulation=1)
+
+
+@pytest.mark.slow
+@proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0", moment="3:move")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_last_that_knows_an_own_loop_is_lost(
+    run: Launch, reference: Launch, stage: int
+) -> None:
+    spec = replace(OWN, stage=stage, **OWN_LOST)
+    survived = run(spec)
+    check_survived(survived)
+    assert max_relative_difference(survived, reference(spec)) <= FP32_BOUND
+    assert len(entered(survived)) == 1
+
+
+@pytest.mark.slow
+@proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0", moment="4:move")
+def test_the_last_that_knows_a_trainer_is_lost(run: Launch, reference: Launch) -> None:
+    """Steps, schedule and the place in its data go on."""
+    spec = hf_runs.spec_of(nproc=2, steps=7, global_batch=4, accumulation=2)
+    spec = replace(spec, **LOST)
+    survived = run(spec)
+    check_survived(survived)
+    undisturbed = reference(spec)
+    assert max_relative_difference(survived, undisturbed) <= FP32_BOUND
+    hf_runs.check_newcomer(survived, undisturbed, first=4)
