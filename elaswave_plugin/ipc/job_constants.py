@@ -18,7 +18,8 @@ class JobConstants(TypedDict, total=False):
     first step, and the global batch that it reads; ``inexact``: the first step, run twice, gave
     other bits, and the job goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's
     training loader; ``stream``: where the workers lately were in an iterable one, as `Told` of
-    adapters/deepspeed/accelerate/stream.py has it.
+    adapters/deepspeed/accelerate/stream.py has it; ``trackers``: the runs of a Trainer's trackers,
+    as adapters/deepspeed/hf_trainer/trackers.py names them.
     """
 
     started_s: float
@@ -34,3 +35,4 @@ class JobConstants(TypedDict, total=False):
     inexact: bool
     sampler: str
     stream: tuple[int, int, int, str]
+    trackers: dict[str, Any]

@@ -1,6 +1,6 @@
 """TensorBoard as a sink: each owner of the run adds its own event file to one folder."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 FLUSH_INTERVAL_S = 2
@@ -24,14 +24,17 @@ class TensorBoardSink:
 
     def last_step(self) -> int | None:
         """Tell the last step of a point in the folder's files; -1 where there is none."""
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        last = -1
-        for file in self._folder.glob("events.out.tfevents.*"):
-            points = (event for event in EventFileLoader(str(file)).Load() if event.summary.value)
-            last = max([last, *(event.step for event in points)])
-        return last
+        return max((step for _, step in points_of(self._folder)), default=-1)
 
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
+
+
+def points_of(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield name and step of each point in the event files of a folder, by any worker."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(file)).Load():
+            yield from ((value.tag, event.step) for value in event.summary.value)

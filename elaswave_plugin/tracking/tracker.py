@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.tracking.events import STEPS_FILE, read_lines
 from elaswave_plugin.tracking.sinks import OpenSink, Sink, sinks_of
+from elaswave_plugin.tracking.wandb_files import whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class Tracker:
         self.dropped_rows = 0
         self.problem: str | None = None
         self._directory = directory or config.dir
+        self._wandb_run = run_id if config.wandb != "off" else None
         self._openers = openers
         self._before_row = before_row
         if openers is None:
@@ -125,6 +128,9 @@ class Tracker:
             self._closing.append(thread)
         for one in self._closing:
             one.join(max(0.0, deadline_s - time.monotonic()))
+        if rows is not None and self._wandb_run is not None:
+            for text in whereabouts(self._directory or Path(), self._wandb_run):
+                say(text)
         return not any(one.is_alive() for one in self._closing)
 
     def _put(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""Reads from W&B's own files how far an offline run was written, by any worker."""
+"""Reads from W&B's own files what a run has, written by any worker."""
 
 import json
 import struct
@@ -13,17 +13,38 @@ _FULL, _LAST = 1, 4
 
 
 def last_history_step(directory: Path, run_id: str) -> int:
-    """Find the last step that is in the files of a run, in ``directory``/wandb; -1 where none is.
+    """Find the last step in the files of a run, in ``directory``/wandb; -1 where none is."""
+    return max((row["_step"] for row in history_rows(directory, run_id)), default=-1)
+
+
+def history_rows(directory: Path, run_id: str) -> list[dict[str, Any]]:
+    """Read the rows that the files of a run have, in ``directory``/wandb, offline and online.
 
     An owner that was killed may have left half a record, which ends its file.
     Source: wandb/sdk/internal/datastore.py.
     """
-    pattern = f"wandb/offline-run-*-{run_id}*/run-{run_id}.wandb"
-    for file in sorted(directory.glob(pattern), reverse=True):
-        steps = [step for message in _messages(file.read_bytes()) for step in _steps(message)]
-        if steps:
-            return max(steps)
-    return -1
+    return [
+        row
+        for folder in folders_of(directory, run_id)
+        for message in _messages((folder / f"run-{run_id}.wandb").read_bytes())
+        if (row := _row(message)) is not None
+    ]
+
+
+def folders_of(directory: Path, run_id: str) -> list[Path]:
+    """Find the folders of a run in ``directory``/wandb, one an owner, from the first on."""
+    found = directory.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
+    return sorted((one.parent for one in found), key=lambda one: one.name.removeprefix("offline-"))
+
+
+def whereabouts(directory: Path, run_id: str) -> tuple[str, ...]:
+    """Name a run, where it is, and how it is uploaded: a sentence, none where it has no folder."""
+    folders = [*map(str, folders_of(directory, run_id))]
+    if not folders:
+        return ()
+    if not Path(folders[0]).name.startswith("offline-"):
+        return (f"W&B run {run_id}: {' '.join(folders)}",)
+    return (f"W&B run {run_id} is offline; upload it with\nwandb sync {' '.join(folders)}",)
 
 
 def _messages(data: bytes) -> Iterator[bytes]:
@@ -44,7 +65,7 @@ def _messages(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def _steps(message: bytes) -> Iterator[int]:
+def _row(message: bytes) -> dict[str, Any] | None:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from wandb.proto import wandb_internal_pb2
 
@@ -52,7 +73,9 @@ def _steps(message: bytes) -> Iterator[int]:
     try:
         record.ParseFromString(message)
     except DecodeError:
-        return
-    for item in record.history.item:
-        if ((item.nested_key and ".".join(item.nested_key)) or item.key) == "_step":
-            yield int(json.loads(item.value_json))
+        return None
+    row = {
+        ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+        for item in record.history.item
+    }
+    return row if "_step" in row else None

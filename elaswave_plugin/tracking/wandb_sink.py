@@ -22,8 +22,9 @@ POLL_S = 0.05
 class WandbSink:
     """A W&B run; the next owner opens the same id again and W&B appends to it.
 
-    Offline, each owner leaves its own folder with the same run id; `wandb sync --append` joins
-    them. W&B's service process watches the process id of its owner and ends with it.
+    Offline, each owner leaves its own folder with the same run id; `wandb sync` of all of them,
+    in one call, joins them. W&B's service process watches the process id of its owner and ends
+    with it.
     """
 
     name = "W&B"

@@ -31,8 +31,8 @@ command_line: config errors toml_file words
 core/agreement: core core/layout errors
 core/planner: core/layout core/step errors
 testing: core core/agreement core/layout
-tracking: config errors words
 ipc: core core/agreement core/layout errors
+tracking: config errors ipc words
 core/recovery_plan: core/layout core/planner core/step errors
 observer: config core/agreement core/layout core/planner core/step errors tracking
 trainer: core core/agreement core/layout errors ipc rehearsed words
@@ -72,7 +72,8 @@ adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspe
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
     trainer values
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
-    adapters/deepspeed/engine core/step errors ipc kept loops loss_terms step_state trainer values
+    adapters/deepspeed/engine core/step errors ipc kept loops loss_terms step_state tracking trainer
+    values
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     command_line
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.integrations import TensorBoardCallback
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_accelerate import build_model, collate
@@ -74,6 +76,27 @@ class Shrink(TrainerCallback):
                 param.data.mul_(0.9)
 
 
+class Flawed(TensorBoardCallback):
+    """A tracker that cannot open its run in another process than the first."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Open it on the main process."""
+        if state.is_world_process_zero and os.environ["ELASWAVE_SLOT"] != "0":
+            raise RuntimeError("no place left")
+
+
+class Death(TrainerCallback):
+    """Ends its process in an event of a step, behind all other callbacks."""
+
+    def __init__(self, event: str, step: str, note: Path) -> None:
+        def die(args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == int(step):
+                note.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(self, event, die)
+
+
 def parse_arguments() -> argparse.Namespace:
     """Arguments of the run."""
     parser = argparse.ArgumentParser()
@@ -105,6 +128,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logging-steps", type=int, default=1)
     parser.add_argument("--per-batch", action="store_true", help="losses that are means of batches")
     parser.add_argument("--shrink", action="store_true", help="weights, by a callback")
+    parser.add_argument("--report-to", type=lambda names: names.split(","), default=[])
+    parser.add_argument("--unflushed", action="store_true", help="W&B writes at its end only")
+    parser.add_argument("--flawed", action="store_true", help="a tracker that opens on slot 0")
+    parser.add_argument("--aim", action="store_true", help="its own callback")
+    parser.add_argument("--die", help="on slot 0, as in on_step_end@2")
     args, _ = parser.parse_known_args()
     return args
 
@@ -126,7 +154,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         average_tokens_across_devices=not args.per_batch,
         learning_rate=1e-3,
         logging_steps=args.logging_steps,
-        report_to=[],
+        report_to=args.report_to,
         eval_strategy="steps" if args.evaluate else "no",
         eval_steps=args.evaluate,
         eval_on_start=args.evaluate_first,
@@ -284,6 +312,10 @@ def main() -> None:
     for event in EVENTS:
         add(event)
     place = Path(args.deepspeed_config).parent
+    # As a user of a cluster without a network has it.
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=str(place))
+    if args.unflushed:
+        os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0"
     set_seed(7)
     if args.seq2seq:
         model = build_seq2seq()
@@ -313,6 +345,14 @@ def main() -> None:
         compute_loss_func=cross_entropy_of if args.loss == "function" else None,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json"), *([Shrink()] if args.shrink else [])],
     )
+    if args.flawed:
+        trainer.add_callback(Flawed())
+    if args.aim:
+        from aim.hugging_face import AimCallback  # type: ignore[import-not-found]
+
+        trainer.add_callback(AimCallback(repo=str(place), system_tracking_interval=None))
+    if args.die and os.environ["ELASWAVE_SLOT"] == "0":
+        trainer.add_callback(Death(*args.die.split("@"), place / "died"))
     if args.evaluate_before:
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=args.resume)

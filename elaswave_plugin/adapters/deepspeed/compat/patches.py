@@ -467,6 +467,14 @@ def trainer_patches(hooks: Any) -> PatchSet:
                 make=functools.partial(_routed, hooks, "evaluate"),
             ),
             PatchRecord(
+                target="transformers.trainer_callback:CallbackHandler.on_train_begin",
+                reason="trackers open their runs here, which later main processes go on with",
+                distribution="transformers",
+                valid=_TRANSFORMERS,
+                parameters=("self", "args", "state", "control", "kwargs"),
+                make=functools.partial(_routed, hooks, "train_begins"),
+            ),
+            PatchRecord(
                 # As bound in trainer.py, which gathers the loss that it logs, and nothing else.
                 target="transformers.trainer:nested_gather",
                 reason="every worker has the mean loss over all of them, also of those it has lost",

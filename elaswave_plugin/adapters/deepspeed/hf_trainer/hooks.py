@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.trainer_callback import TrainerCallback
 
 from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import AcceleratedJob
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
@@ -23,6 +22,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
 from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.adapters.deepspeed.hf_trainer.resumed import place_of
+from elaswave_plugin.adapters.deepspeed.hf_trainer.trackers import Trackers
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
 from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn, Weighing
 from elaswave_plugin.errors import ConfigurationError
@@ -37,6 +37,7 @@ class TrainerHooks:
         self._job = job
         self._accelerated = accelerated
         self._trainer: Any = None
+        self.trackers = Trackers(job)
         # The methods that were there, by name; also those of subclasses.
         self._native = SimpleNamespace()
         self._loader: ElasticLoader | None = None
@@ -61,6 +62,11 @@ class TrainerHooks:
         if self._trainer is None and self._job.has_to_enter:
             return None
         return native(trainer, *args, **given)
+
+    @ends_in_a_sentence
+    def train_begins(self, native: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """``CallbackHandler.on_train_begin``."""
+        return self.trackers.begin(native, *args, **given)
 
     def run_epoch(self, native: Callable[..., None], trainer: Any, **given: Any) -> None:
         """One pass over the data; the first one takes the Trainer's methods over."""
@@ -165,7 +171,8 @@ class TrainerHooks:
                 ours = partial(ours, native)
             setattr(trainer, name, ours)
             self._job.at_leave.append(partial(setattr, trainer, name, native))
-        self._job.reactions.append(self._find_main_process)
+        self.trackers.take(trainer)
+        self._job.reactions.append(self.trackers.follow)
         self._job.reactions.append(self._tell_of_metrics)
 
     # ---- an update ------------------------------------------------------------------------------
@@ -255,23 +262,6 @@ class TrainerHooks:
 
     # ---- after a loss ---------------------------------------------------------------------------
 
-    def _find_main_process(self) -> None:
-        """Another worker may be the main process now; its own callbacks begin there."""
-        trainer = self._trainer
-        state, was_main = trainer.state, trainer.state.is_world_process_zero
-        state.is_local_process_zero = trainer.is_local_process_zero()
-        state.is_world_process_zero = trainer.is_world_process_zero()
-        if state.is_world_process_zero and not was_main:
-            for one in trainer.callback_handler.callbacks:
-                if _is_of_transformers(one):
-                    one.on_train_begin(
-                        trainer.args,
-                        state,
-                        trainer.control,
-                        model=trainer.model,
-                        processing_class=trainer.processing_class,
-                    )
-
     def _tell_of_metrics(self) -> None:
         """Say once which of TRL's numbers are means of means, whose sizes have changed."""
         job, trainer, whose = self._job, self._trainer, "of evaluations"
@@ -290,14 +280,9 @@ class TrainerHooks:
             )
 
 
-def _is_of_transformers(callback: TrainerCallback) -> bool:
-    """Return whether a callback opens bars and files of the main process when training begins."""
-    return type(callback).__module__.startswith("transformers.")
-
-
 def attach(job: TrainerJob, accelerated: AcceleratedJob) -> None:
     """Lead the Trainer of this process to the job, from its first epoch on."""
     hooks = TrainerHooks(job, accelerated)
     patches = trainer_patches(hooks)
     patches.apply()
-    job.at_leave.append(patches.undo)
+    job.at_leave += [patches.undo, hooks.trackers.end]

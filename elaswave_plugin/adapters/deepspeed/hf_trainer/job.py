@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import weight
 from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
 from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM, Interval
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.loops.called import CalledLoop
 from elaswave_plugin.loss_terms import added, weighed_by
 from elaswave_plugin.step_state.step_state import Part
@@ -89,6 +90,20 @@ class TrainerJob(EngineJob):
         """
         self._resumed = Resumed(samples, is_placed=True)
         loader.position = replace(loader.position, served=samples - read_again)
+
+    @property
+    def own_wandb(self) -> str:
+        """The mode of the section's own W&B run."""
+        return self._worker.config.wandb
+
+    @property
+    def constants(self) -> JobConstants:
+        """Constants of the job, as a worker that came later is told them."""
+        return self._worker.job_constants
+
+    def remember(self, **what: Unpack[JobConstants]) -> None:
+        """Keep constants for workers that come later."""
+        self._worker.remember(**what)
 
     def put_back(self) -> None:
         """Have all state as it was before the step that comes next."""
