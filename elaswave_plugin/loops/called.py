@@ -138,7 +138,7 @@ class CalledLoop(UserLoop):
             finally:
                 self._inside = before
 
-        return guarded(attempt, self._recover, blame=self._blame_newcomers)
+        return guarded(attempt, self._recover, blame=self._steps.blame)
 
     def _attempt_step(self) -> None:
         number = self.worker.completed

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.config import SAVE_PHASE
-from elaswave_plugin.errors import EpochChanged
+from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, LinkError
 from elaswave_plugin.framework import Framework, StepReport
 from elaswave_plugin.ipc.process_tree import exit_at_once
 from elaswave_plugin.recovery.drafts import Drafts
@@ -35,19 +35,22 @@ class GuardedSteps:
         on_commit: Callable[[int, StepReport, float], None],
         on_recovered: Callable[[dict[str, object]], None],
         state: StepState | None = None,
+        counted_by: str = "the step of the job",
     ) -> None:
         """``on_commit(step, report, seconds)`` is told of every completed attempt of a step.
 
         It may raise EpochChanged.
 
         ``on_recovered(record)`` is told of a recovery once work has been completed after it.
-        ``state``: what a step changes beside the framework's shards.
+        ``state``: what a step changes beside the framework's shards; ``counted_by``: where a script
+        finds how many steps the job has made.
         """
         self.worker = worker
         self.state = StepState(worker) if state is None else state
         self._framework = framework
         self._on_commit = on_commit
         self._on_recovered = on_recovered
+        self._counted_by = counted_by
         self._changes = worker.config.changes()
         worker.member.plan_arrivals([one.step for one in self._changes if one.arrives])
         self._began_s = 0.0
@@ -162,6 +165,36 @@ class GuardedSteps:
         if int(done[1]):
             self._failed_saves.agree()
 
+    def blame(self, error: LinkError) -> None:
+        """Workers do not do the same: those that came last leave, and the others go on.
+
+        Returns where they leave, which asks for a recovery. Raises ConfigurationError on one of
+        them, and ``error`` where nobody has come later, or none of them leaves.
+        """
+        worker = self.worker
+        if worker.untried and worker.is_latest:
+            raise ConfigurationError(
+                f"this worker came later and does not do in its first step what the others do"
+                f" ({error}); have the script build the same model and do the same wherever it"
+                " starts, or set respawn to 0 and leave --reserve out"
+            ) from error
+        if worker.is_latest:
+            raise ConfigurationError(
+                "this worker came later, and its script does something else after step"
+                f" {worker.completed - 1} than those of the others: one that counts its steps"
+                " itself has not seen those before it; count those that the job has made"
+                f" ({self._counted_by}), keep the count by elaswave_plugin.keep, or set respawn to"
+                f" 0 ({error})"
+            ) from error
+        if not worker.has_newcomers:
+            raise error
+        try:
+            worker.member.await_proposal(worker.config.transfer_timeout_s)
+        except EpochChanged:
+            return
+        except AgreementError:
+            raise error from None
+
     def note_recovery(self) -> None:
         """Work was completed: a recovery that led to it is over."""
         record = self.worker.recovery_over()
@@ -240,7 +273,7 @@ class ElasticLoop:
             self._steps.note_recovery()
             return result
 
-        return guarded(attempt, self._recover)
+        return guarded(attempt, self._recover, blame=self._steps.blame)
 
     def _recover(self) -> None:
         self._steps.recover()

@@ -84,7 +84,7 @@ class ScriptLoop:
 
         self._inside = True
         try:
-            guarded(once, self._recover)
+            guarded(once, self._recover, blame=self._steps.blame)
         finally:
             self._inside = False
         if self._steps.works_done == done:
@@ -118,7 +118,7 @@ class ScriptLoop:
 
         self._inside = True
         try:
-            guarded(once, self._recover)
+            guarded(once, self._recover, blame=self._steps.blame)
         finally:
             self._inside = False
         if self.worker.view.epoch != epoch:

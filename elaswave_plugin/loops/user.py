@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from elaswave_plugin.errors import ConfigurationError, LinkError
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.guarded import guarded
@@ -144,7 +144,7 @@ class UserLoop:
             self._recover()
             self._steps.state.put_back(before)
 
-        guarded(once, recover, blame=self._blame_newcomers)
+        guarded(once, recover, blame=self._steps.blame)
         return result if self.worker.completed == step else None
 
     def complete_state(self) -> None:
@@ -161,7 +161,7 @@ class UserLoop:
 
     def _again_after(self, work: Callable[[], Result]) -> Result:
         step = partial(self.worker.relief.step, work)
-        return guarded(step, self._recover, blame=self._blame_newcomers)
+        return guarded(step, self._recover, blame=self._steps.blame)
 
     def _completed(self, work: Callable[[], object]) -> None:
         """Run ``work``, and again after every recovery, which is over once it has run."""
@@ -183,29 +183,4 @@ class UserLoop:
             self._between = between and completed == self.worker.completed
 
         restore()
-        guarded(self._after_recovery, restore, blame=self._blame_newcomers)
-
-    def _blame_newcomers(self, error: LinkError) -> None:
-        """Workers do not do the same: those that came later leave, and the others go on.
-
-        Raises ConfigurationError on one that came, ``error`` where none has. Returns where the
-        others leave, which interrupts this.
-        """
-        me, view = self.worker.member.worker, self.worker.view
-        untried = self.worker.untried
-        came = {str(one) for one in view.workers if one.incarnation} | set(untried)
-        if str(me) in untried:
-            raise ConfigurationError(
-                f"this worker came later and does not do in its first step what the others do"
-                f" ({error}); have the script build the same model and do the same wherever it"
-                " starts, or set respawn to 0 and leave --reserve out"
-            ) from error
-        if str(me) in came:
-            raise ConfigurationError(
-                "this worker came later, and its script does something else after step"
-                f" {self.worker.completed - 1} than those of the others: one that counts its steps"
-                " itself has not seen those before it; count those that the job has made"
-                f" (engine.global_steps), or set respawn to 0 ({error})"
-            ) from error
-        if not came:
-            raise error
+        guarded(self._after_recovery, restore, blame=self._steps.blame)

@@ -12,6 +12,7 @@ from elaswave_plugin.communicator.process_group import GroupTable, check_growing
 from elaswave_plugin.config import ElasticConfig, parse_kill
 from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
+from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.layout.reserve import built_among, grown_replicas
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
@@ -104,6 +105,7 @@ class Worker:
         self.notes = Notes(self)
         self._entering, self._ready_s = False, 0.0
         self._newcomers: tuple[str, ...] = ()
+        self._came: dict[WorkerId, int] = {}
         self._restored_step = 0
         self._asked_for_interval = False
         self._started_s = time.time()
@@ -230,6 +232,24 @@ class Worker:
         """Those that came with the last change, before they have made a step with the others."""
         return self._newcomers if self.completed == self._restored_step else ()
 
+    @property
+    def has_newcomers(self) -> bool:
+        """True if a worker of the view has come after the launch."""
+        return any(self._came_in(one) for one in self.view.workers)
+
+    @property
+    def is_latest(self) -> bool:
+        """True if this worker has come after the launch, and none of the view later."""
+        last = max(self._came_in(one) for one in self.view.workers)
+        return 0 < last == self._came_in(self.member.worker)
+
+    def _came_in(self, worker: WorkerId) -> int:
+        """The number of the view in which a worker came; 0 for one of the launch.
+
+        Of those that were there when this one came, all that counts is that they came before.
+        """
+        return self._came.get(worker, 0)
+
     def remember(self, **what: Unpack[JobConstants]) -> None:
         """Keep what the job fixed at its start, for a worker that replaces this one."""
         self.job_constants |= what
@@ -256,6 +276,8 @@ class Worker:
         self._open_links(commit)
         told_slow = self._follow_views(commit)
         before = commit.path[-2] if len(commit.path) > 1 else self.view
+        came = {self.member.worker} if self.detached else commit.view.workers - before.workers
+        self._came.update(dict.fromkeys(came, commit.view.epoch))
         self._newcomers = tuple(sorted(map(str, commit.view.workers - before.workers)))
         self.detached = False
         # A failure meanwhile finds some of them a step further on: only that view finds all alike.

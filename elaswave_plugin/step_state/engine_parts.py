@@ -16,7 +16,7 @@ import xxhash
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.kept import accessors, kept_objects
 from elaswave_plugin.step_state.changing import Changing, average, why_no_average
-from elaswave_plugin.step_state.step_state import Part, copied, digest_of
+from elaswave_plugin.step_state.step_state import Part, copied, digest_of, named_settings
 from elaswave_plugin.values.detached import detached_copy
 
 
@@ -107,6 +107,10 @@ class Settings(Part):
     def proof(self) -> int:
         """Of the groups."""
         return xxhash.xxh3_64_intdigest(repr(self.keep()).encode()) >> 1
+
+    def told(self) -> dict[str, str]:
+        """Each setting by its name and group."""
+        return named_settings(self.keep())
 
 
 class Weights(Part):

@@ -20,6 +20,7 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.hand_over import receive, send
 from elaswave_plugin.step_state.moved_state import fetch_missing
 from elaswave_plugin.values.detached import detached_copy
+from elaswave_plugin.values.gathered import gathered
 from elaswave_plugin.values.plain import encode
 from elaswave_plugin.values.rows import row_of
 
@@ -90,6 +91,10 @@ class Part(ABC):
         """A 63-bit digest of what has to be alike on all workers of a part of the model."""
         return 0
 
+    def told(self) -> dict[str, str]:
+        """Name each value of it, for a sentence on workers whose proofs differ."""
+        return {}
+
 
 class KeptObjects(Part):
     """The objects that the script keeps by ``elaswave_plugin.keep``."""
@@ -119,6 +124,10 @@ class KeptObjects(Part):
     def proof(self) -> int:
         """Of their names."""
         return xxhash.xxh3_64_intdigest("\n".join(sorted(kept_objects())).encode()) >> 1
+
+    def told(self) -> dict[str, str]:
+        """Their names."""
+        return dict.fromkeys(kept_objects(), "kept")
 
 
 class StepState:
@@ -328,12 +337,21 @@ class StepState:
         )
 
     def _part_from(self, what: str) -> None:
-        """Workers differ in ``what``: those that have just come leave, which interrupts this."""
+        """Workers differ in ``what``: those that have just come leave, which interrupts this.
+
+        Collective over WORLD.
+        """
+        everyone = gathered([str(self._worker.member.worker), self._parts[what].told()])
         if str(self._worker.member.worker) in self._worker.untried:
+            mine = self._parts[what].told()
+            theirs = (told for who, told in everyone if who not in self._worker.untried)
             raise ConfigurationError(
-                f"this worker came later and differs from the others in {what}; have the script "
-                "build the same wherever it starts, and give elaswave_plugin.keep(name, object) "
-                "what its loop changes, or set respawn to 0 and leave --reserve out"
+                f"this worker came later and differs from the others in {what}"
+                f"{_difference(mine, next(theirs, mine))}; have the script build the same wherever"
+                " it starts, read a checkpoint in what the job calls on the workers of the launch"
+                ' alone (job.run(load, phase="load"), engine.load_checkpoint), and give'
+                " elaswave_plugin.keep(name, object) what its loop changes, or set respawn to 0 and"
+                " leave --reserve out"
             )
         if self._worker.untried:
             dist.barrier()
@@ -341,6 +359,24 @@ class StepState:
             f"workers that hold the same part of the model differ in {what}; restart from the last "
             "checkpoint"
         )
+
+
+def named_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Name each setting of an optimizer's groups, with its value as text."""
+    return {
+        f"{name} of group {number}": f"{value!r:.100}"
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+    }
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Name the first value that differs, in brackets; nothing where none does."""
+    for name in {**theirs, **mine}:
+        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if here != there:
+            return f" ({name}: {here} here, {there} there)"
+    return ""
 
 
 def _told(mine: Sequence[int]) -> list[list[int]]:

@@ -126,8 +126,8 @@ def test_a_circle_of_different_operations_ends_by_the_shortest_limit() -> None:
         "no progress for 2.5 s in backward of step 7 (limit 2 s with a recovery); workers 0, 2 wait"
         " for it in another operation than the one in which it waits for them; it came later, and"
         " its script does something else than theirs: one that counts its steps itself has not seen"
-        " those before it; count those that the job has made (engine.global_steps), or set respawn"
-        " to 0"
+        " those before it; count those that the job has made (what job.train yields; in DeepSpeed"
+        " engine.global_steps), keep the count by elaswave_plugin.keep, or set respawn to 0"
     )
     assert list(verdicts(*circle(), members=3)) == [1]
 

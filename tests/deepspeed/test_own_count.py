@@ -21,10 +21,7 @@ SPEC = {
     "kills": ("1@2:backward",),
     "changes": ("+1@6",),
 }
-TOLD = (
-    "one that counts its steps itself has not seen those before it; count those that the job has"
-    " made (engine.global_steps), or set respawn to 0"
-)
+TOLD = "one that counts its steps itself has not seen those before it; count those that the job has"
 
 
 @proves(Kind.RETURN, Promise.NAMED)

@@ -219,6 +219,7 @@ class ElasticJob:
             on_commit=self._record,
             on_recovered=self._recording.recovered,
             state=self._state,
+            counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
         self._loop = ElasticLoop(steps)

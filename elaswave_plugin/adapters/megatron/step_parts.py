@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.megatron.state.frozen import Frozen
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.step_state import Part, StepState, copied, digest_of
+from elaswave_plugin.step_state.step_state import Part, StepState, copied, digest_of, named_settings
 from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.plain import encode
 
@@ -64,6 +64,10 @@ class Settings(Part):
     def proof(self) -> int:
         """Of the groups."""
         return xxhash.xxh3_64_intdigest(encode(self.keep()[1])) >> 1
+
+    def told(self) -> dict[str, str]:
+        """Each setting by its name and group."""
+        return named_settings(self.keep()[1])
 
 
 class Weights(Part):

@@ -251,6 +251,7 @@ class LmJob:
             on_commit=self._record,
             on_recovered=self._recovered,
             state=self._state,
+            counted_by="args.curr_iteration",
         )
         self._saves.drafts = steps.drafts
         self._loop = ScriptLoop(steps, variables=self.variables)

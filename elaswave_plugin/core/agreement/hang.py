@@ -34,8 +34,9 @@ STEPS_FOR_A_MEDIAN = 3
 STEPS_REMEMBERED = 15
 _CAME_LATER = (
     "; it came later, and its script does something else than theirs: one that counts its steps"
-    " itself has not seen those before it; count those that the job has made"
-    " (engine.global_steps), or set respawn to 0"
+    " itself has not seen those before it; count those that the job has made (what job.train"
+    " yields; in DeepSpeed engine.global_steps), keep the count by elaswave_plugin.keep, or set"
+    " respawn to 0"
 )
 _NOT_ALIKE = (
     "; the scripts do different things: every worker has to make the same calls, run and evaluate"

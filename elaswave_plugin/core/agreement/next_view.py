@@ -45,12 +45,15 @@ def find_next_view(
     for slot in outside:
         events.append(event_of(base, slot, "leave", "it had not been let in yet", now_s))
     change = next_view(base, events, now_s)
-    if change is not None or must_propose:
+    is_severed = reports.severed is not None and now_s >= reports.severed[1]
+    if change is not None or must_propose or is_severed:
+        # Who has finished answers no more: a script that differs may end before the others'.
         for slot in reports.done:
             events.append(event_of(base, slot, "leave", "it had finished its work", now_s))
-        return NextView(next_view(base, events, now_s) or base)
-    if reports.severed is not None and now_s >= reports.severed[1]:
-        return NextView(replace(base, reason=reports.severed[0]))
+        change = next_view(base, events, now_s)
+        if change is None and reports.severed is not None and is_severed:
+            return NextView(replace(base, reason=reports.severed[0]))
+        return NextView(change or base)
     if opened is not None and not opened.boundary:
         return NextView(opened.view)
     if reports.done:

@@ -92,6 +92,7 @@ class EngineJob(AttachedEngine):
             on_commit=self._record,
             on_recovered=self._told_recovery,
             state=self._state,
+            counted_by="engine.global_steps",
         )
         self._drafts = steps.drafts
         self._loop = self._loop_kind(steps, after_recovery=self._recovered)

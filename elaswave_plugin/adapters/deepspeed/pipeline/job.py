@@ -131,6 +131,7 @@ class PipelineJob(AttachedEngine):
             on_commit=self._record,
             on_recovered=self._told_recovery,
             state=self._state,
+            counted_by="engine.global_steps",
         )
         self._drafts = steps.drafts
         self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
