@@ -12,6 +12,7 @@ pytest.importorskip("wandb")
 
 from transformers.integrations import WandbCallback
 
+from elaswave_plugin.adapters.deepspeed.accelerate.lost_trackers import LostTrackers
 from elaswave_plugin.adapters.deepspeed.hf_trainer.trackers import Trackers
 from elaswave_plugin.config import STEP_PHASES
 from elaswave_plugin.errors import ConfigurationError
@@ -151,3 +152,15 @@ def test_wandb_of_the_trainer_beside_that_of_the_section_is_refused() -> None:
     called = SimpleNamespace(callbacks=[WandbCallback()])
     with pytest.raises(ConfigurationError, match="a process has one W&B run"):
         Trackers(job).begin(pytest.fail, called, None, SimpleNamespace(log_history=[]), None)
+
+
+@pytest.mark.parametrize("was_main", [False, True])
+def test_what_accelerate_logs_on_a_later_main_process_is_said_to_be_lost(
+    capsys: pytest.CaptureFixture[str], was_main: bool
+) -> None:
+    accelerator = SimpleNamespace(log_with=["wandb"], trackers=[], is_main_process=True)
+    lost = LostTrackers(was_main=was_main)
+    for step in range(2):
+        lost.log(lambda *args, **given: None, accelerator, {"loss": 1.0}, step=step)
+    said = "accelerator.log goes nowhere from here on: the trackers (wandb) were opened by"
+    assert capsys.readouterr().err.count(said) == (not was_main)

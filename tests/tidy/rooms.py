@@ -70,7 +70,7 @@ adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state ada
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
-    trainer values
+    ipc trainer values
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine core/step errors ipc kept loops loss_terms step_state tracking trainer
     values

@@ -37,7 +37,10 @@ assert tracker.problem is None, tracker.problem
 def owner(folder: Path, first: int, last: int, end: str) -> subprocess.Popen[bytes]:
     arguments = [str(folder), str(first), str(last), end]
     return subprocess.Popen(
-        [sys.executable, "-c", OWNER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", OWNER, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -63,8 +66,11 @@ def test_wandb_run_survives_the_kill_of_its_owner_and_nothing_stays_behind(tmp_p
     assert alive == [], "W&B's service process outlived its owner"
 
     heir = owner(tmp_path, 3, 7, "close")  # steps 3 and 4 are redone
-    output, _ = heir.communicate(timeout=LIMIT_S)
+    output, said = heir.communicate(timeout=LIMIT_S)
     assert (output, heir.returncode) == (b"ready\n", 0)
+    folders = " ".join(str(one) for one in sorted(tmp_path.glob("wandb/offline-run-*")))
+    told = f"elaswave: W&B run one-run is offline; upload it with\nwandb sync {folders}\n"
+    assert said.decode().count(told) == 1
     first, second = history(tmp_path).values()
     assert [row["_step"] for row in first] == [0, 1, 2, 3, 4]
     assert [row["_step"] for row in second] == [5, 6, 7]

@@ -22,6 +22,7 @@ from accelerate.data_loader import (
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedSchedulerWrapper, recursively_apply, send_to_device
 
+from elaswave_plugin.adapters.deepspeed.accelerate.lost_trackers import LostTrackers
 from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     SamplerOrder,
     agree_on,
@@ -92,6 +93,7 @@ class AcceleratedJob:
         self._evaluated: tuple[Any, SamplerOrder] | None = None
         # Steps of which the script has seen that they are complete.
         self._seen = job.loop.worker.completed
+        self.log = LostTrackers(was_main=PartialState().is_main_process).log
         job.reactions.append(self._rebind)
 
     # ---- the data -------------------------------------------------------------------------------

@@ -68,6 +68,13 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         "an evaluation has more batches for less workers, and the user is told the line",
     ),
     (
+        "accelerator:Accelerator.log",
+        "log",
+        # Of its decorator.
+        ("args", "kwargs"),
+        "the trackers of a main process that is lost are with it, and the user is told",
+    ),
+    (
         "accelerator:Accelerator.prepare_data_loader",
         "prepare",
         ("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
