@@ -27,6 +27,7 @@ from elaswave_plugin.trainer.control_link import SAY, TRAINER, ControlLink, dial
 from tests.agent.serving import SlotStore
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed
+from tests.idle import within
 from tests.job_secret import SECRET
 
 LONG_S = 10.0
@@ -141,11 +142,10 @@ def test_the_next_agent_is_told_the_newest_view(agents: Agents) -> None:
 def test_a_dead_guardian_is_told_at_once(agents: Agents) -> None:
     agents.listen()
     agents.has_guardian = False
-    began_s = time.monotonic()
-    agents.sock.close()
-    why = agents.ends.get(timeout=LONG_S)
+    with within(1.0):
+        agents.sock.close()
+        why = agents.ends.get(timeout=LONG_S)
     assert why == "the agent of this worker's node is gone: nobody listens"
-    assert time.monotonic() - began_s < 1.0
     with pytest.raises(JobStopped, match="the agent of worker 1 is gone"):
         agents.say(JOIN)
 
@@ -202,11 +202,10 @@ def test_a_trainer_comes_by_the_unix_socket_of_its_node() -> None:
 
 
 def test_nothing_can_be_said_to_a_node_without_a_guardian() -> None:
-    began_s = time.monotonic()
-    assert not say_once("127.0.0.1:1", SECRET, 0, 0, JOIN)
-    with pytest.raises(ConnectionRefusedError):
-        dial_agent("127.0.0.1:1", SECRET, 0, 0, 0)
-    assert time.monotonic() - began_s < 1.0
+    with within(1.0):
+        assert not say_once("127.0.0.1:1", SECRET, 0, 0, JOIN)
+        with pytest.raises(ConnectionRefusedError):
+            dial_agent("127.0.0.1:1", SECRET, 0, 0, 0)
 
 
 def test_an_agent_that_does_not_read_is_not_waited_for() -> None:

@@ -1,0 +1,46 @@
+"""Bounds on time that hold on an idle machine: on a busy one what is late is a warning."""
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# For how long something has waited for a processor, all in all, since the machine has booted.
+PRESSURE = Path("/proc/pressure/cpu")
+# The share of a measured time from which the machine counts as busy with other work.
+BUSY = 0.5
+
+
+def waited_s() -> float:
+    """Return the seconds in which any process of this machine has waited for a processor."""
+    some = PRESSURE.read_text().splitlines()[0]
+    return float(some.rpartition("total=")[2]) / 1e6
+
+
+class Clock:
+    """How long something takes, and how busy the machine is meanwhile."""
+
+    def __init__(self) -> None:
+        self.began_s = time.monotonic()
+        self._waited_s = waited_s()
+
+    def check(self, took_s: float, limit_s: float) -> None:
+        """Fail where it took longer than the limit, unless others kept the machine busy."""
+        if took_s < limit_s:
+            return
+        busy = (waited_s() - self._waited_s) / (time.monotonic() - self.began_s)
+        text = (
+            f"took {took_s:.3f} s, wanted less than {limit_s:g} s of an idle machine; in"
+            f" {busy:.0%} of the time something waited for a processor"
+        )
+        assert busy > BUSY, text
+        warnings.warn(text, stacklevel=3)
+
+
+@contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """Fail where the block takes longer on an idle machine."""
+    clock = Clock()
+    yield
+    clock.check(time.monotonic() - clock.began_s, limit_s)
