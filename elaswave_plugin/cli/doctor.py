@@ -263,6 +263,7 @@ def _of_deepspeed() -> Iterable[Entry]:
         (of_deepspeed.width_patches("accelerate", None), "elastic, Accelerate"),
         (of_deepspeed.asking_patches(), "elastic, a Trainer, after a loss"),
         (of_deepspeed.trainer_patches(None), "elastic, transformers.Trainer"),
+        (of_deepspeed.resume_patches(), "elastic, transformers.Trainer, started again"),
         *(
             (of_deepspeed.generation_patches(None, f"trl.trainer.{name}_trainer"), "elastic, TRL")
             for name in ("grpo", "rloo")

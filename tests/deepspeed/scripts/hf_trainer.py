@@ -31,6 +31,7 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_accelerate import build_model, collate
@@ -110,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate-before", action="store_true", help="before train()")
     parser.add_argument("--save", type=int)
     parser.add_argument("--best", action="store_true")
-    parser.add_argument("--resume")
+    parser.add_argument("--resume", help="folder, or last: that of this run, where there is one")
     parser.add_argument("--ignore-data-skip", action="store_true")
     parser.add_argument("--seq2seq", action="store_true", help="T5, which generates to evaluate")
     kinds = ("plain", "shuffled", "drawn", "turning", *StatefulStream.KINDS)
@@ -355,7 +356,11 @@ def main() -> None:
         trainer.add_callback(Death(*args.die.split("@"), place / "died"))
     if args.evaluate_before:
         trainer.evaluate()
-    trainer.train(resume_from_checkpoint=args.resume)
+    found = args.resume
+    if found == "last":  # the usual idiom
+        folder = arguments.output_dir
+        found = True if os.path.isdir(folder) and get_last_checkpoint(folder) else None
+    trainer.train(resume_from_checkpoint=found)
     print(f"trained {trainer.state.global_step} steps", flush=True)
     if args.stream in StatefulStream.KINDS:
         print(f"process {os.getpid()} read {trainer.train_dataset.read} samples", flush=True)

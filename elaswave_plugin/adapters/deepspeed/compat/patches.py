@@ -494,6 +494,23 @@ def trainer_patches(hooks: Any) -> PatchSet:
     )
 
 
+def resume_patches() -> PatchSet:
+    """Have the Trainer of a worker that comes later begin without a checkpoint."""
+    return PatchSet(
+        [
+            PatchRecord(
+                target="transformers.trainer:Trainer.train",
+                reason="a worker that comes later has its state from the others, and the checkpoint"
+                " that its script finds is of this job, or gone by now",
+                distribution="transformers",
+                valid=_TRANSFORMERS,
+                parameters=("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+                make=_resumes_nothing,
+            )
+        ]
+    )
+
+
 def generation_patches(part: Any, module: str) -> PatchSet:
     """Lead functions of a module of TRL through ``part``; None to list the records only."""
     return PatchSet(
@@ -510,6 +527,14 @@ def generation_patches(part: Any, module: str) -> PatchSet:
             for name, through, parameters, reason in _TRL_SEAMS
         ]
     )
+
+
+def _resumes_nothing(native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **given: Any) -> Any:
+        return native(self, None, *args, **given)
+
+    return train
 
 
 def _gathers_nothing(original: Callable[..., Any]) -> Callable[..., Any]:

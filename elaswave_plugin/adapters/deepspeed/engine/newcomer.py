@@ -7,6 +7,7 @@ outputs, and tensors that every worker holds alike and no step changes.
 
 import base64
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import xxhash
 
-from elaswave_plugin.adapters.deepspeed.compat.patches import stage_patches
+from elaswave_plugin.adapters.deepspeed.compat.patches import resume_patches, stage_patches
 from elaswave_plugin.adapters.deepspeed.engine.first_pass import Structure
 from elaswave_plugin.adapters.deepspeed.engine.framework import COUNTERS, DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
@@ -43,6 +44,8 @@ def meet_nobody() -> None:
     if int(os.environ.get(INCARNATION, "0")) and not dist.is_initialized():
         slot, width = int(os.environ[SLOT]), int(os.environ["WORLD_SIZE"])
         imagine_world(int(os.environ["RANK"]), width)
+        if "transformers.trainer" in sys.modules:
+            resume_patches().apply()
         if slot >= width:
             stage_patches(partial(_finds_its_stage, slot, width)).apply()
 
