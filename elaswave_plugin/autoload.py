@@ -1,9 +1,9 @@
 """The torch.backends entry point: frameworks obey our settings, with no line in a script.
 
 torch calls this at the end of its own import (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off). It
-watches for the import of deepspeed and megatron.training; then functions of those modules are
-replaced by ones that look whether the plugin is wanted. In a process that an agent started, it
-also has the agent told where nothing of that happened.
+watches for the import of deepspeed, megatron.training and accelerate.state; then functions of those
+modules are replaced by ones that look whether the plugin is wanted. In a process that an agent
+started, it also has the agent told where nothing of that happened.
 """
 
 import os
@@ -42,6 +42,7 @@ class _Watched(NamedTuple):
 _WATCHED = (
     ("deepspeed", "elaswave_plugin.deepspeed", ("initialize", "init_distributed", "comm"), False),
     ("megatron.training", "elaswave_plugin.megatron_lm", ("pretrain",), True),
+    ("accelerate.state", "elaswave_plugin.accelerate_state", ("PartialState",), False),
 )
 
 

@@ -39,3 +39,10 @@ def test_it_finds_them_in_a_later_epoch(run: Launch, reference: Launch) -> None:
     options = ("--save=1", "--limit=12", "--resume=last")
     spec = spec_of("1@2:backward", nproc=3, global_batch=6, steps=8, options=options, **BACK)
     check_back(run, reference, spec)
+
+
+@proves(Kind.RETURN, Promise.CLOSE, victim="1", moment="2:backward")
+def test_it_comes_back_with_use_cpu(run: Launch, reference: Launch) -> None:
+    """Accelerate makes the group by itself then, before DeepSpeed is asked."""
+    spec = spec_of("1@2:backward", nproc=3, global_batch=6, steps=8, options=("--use-cpu",), **BACK)
+    check_back(run, reference, spec)

@@ -12,6 +12,7 @@ MAX_FILES = 25
 # Files at the root are rooms of their own: the doors of the package, and the ground.
 _TABLE = """
 errors:
+accelerate_state:
 autoload:
 core:
 rehearsed:
