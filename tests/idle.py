@@ -19,7 +19,7 @@ def waited_s() -> float:
 
 
 class Clock:
-    """How long something takes, and how busy the machine is meanwhile."""
+    """Measures how long something takes, and how busy the machine is meanwhile."""
 
     def __init__(self) -> None:
         self.began_s = time.monotonic()

@@ -10,6 +10,7 @@ from tests.deepspeed.harness import FP32_BOUND, EngineSpec
 from tests.faults.harness import check_survived, max_relative_difference
 from tests.faults.test_join import entered
 from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
 
 # The survivor dies when it has agreed to the view that lets the other one in.
 LOST = {"kills": ("1@1:backward", "0@4:move"), "changes": ("+1@4",), "respawn": 5}
@@ -18,9 +19,8 @@ OWN_LOST = {**LOST, "kills": ("1@1:backward", "0@3:move")}
 OWN = EngineSpec(nproc=2, steps=7, global_batch=4, accumulation=1)
 
 
-@pytest.mark.slow
 @proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0", moment="3:move")
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", sampled([0, 2, 3]))
 def test_the_last_that_knows_an_own_loop_is_lost(
     run: Launch, reference: Launch, stage: int
 ) -> None:

@@ -115,7 +115,7 @@ def test_trackers_go_back_to_a_main_process_that_returns(run: Launch) -> None:
 
 
 @pytest.mark.slow
-@proves(Kind.KILLS, Promise.LOGGED)
+@proves(Kind.KILL, Promise.LOGGED, victim="0, then 1")
 @pytest.mark.parametrize(
     "kills", [("0@1:backward", "1@3:forward"), ("0@2:optimizer", "1@2:replay")], ids=" ".join
 )
@@ -127,7 +127,7 @@ def test_trackers_go_on_after_a_second_loss(run: Launch, kills: tuple[str, str])
 
 
 @pytest.mark.slow
-@proves(Kind.RETURN_LOSS, Promise.LOGGED)
+@proves(Kind.RETURN, Promise.LOGGED, victim="0", moment="twice")
 def test_trackers_go_on_when_the_one_that_returned_is_lost_again(run: Launch) -> None:
     kills = ("0@1:backward", "0.1@5:forward")
     spec = spec_of(*kills, options=(BOTH, *SAVING), respawn=5, changes=("+0@3",), steps=8)

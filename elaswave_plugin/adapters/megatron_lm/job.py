@@ -260,9 +260,8 @@ class LmJob:
         self._loop.start()
         self._tell_rank()
         self._recording.patched(patched)
-        self._recording.attached(
-            num_microbatches=self._num_microbatches, micro_batch_size=args.micro_batch_size
-        )
+        sizes = {"num_microbatches": self._num_microbatches}
+        self._recording.attached(micro_batch_size=args.micro_batch_size, **sizes)
 
     def _watched_numbers(self) -> OwnNumbers:
         """Watch what the script's own functions ask the others for."""

@@ -10,7 +10,7 @@ class LostTrackers:
     """Says once that what a later main process logs by ``accelerator.log`` goes nowhere.
 
     ``init_trackers`` opens them on the main process only, and scripts call it there only, so that
-    no other worker knows what it was given. Source: accelerate/accelerator.py, ``init_trackers``.
+    no other worker knows what it was given.
     """
 
     def __init__(self, *, was_main: bool) -> None:

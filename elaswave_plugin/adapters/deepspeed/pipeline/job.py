@@ -141,8 +141,7 @@ class PipelineJob(AttachedEngine):
         self._data: Any = None
         # Of the present attempt of a step.
         self._step: list[Microbatch] = []
-        self._passes = 0
-        self._tokens = 0
+        self._passes = self._tokens = 0
         self._agreed = (0.0, 0)
         self._result: Any = None
         framework.watch(
