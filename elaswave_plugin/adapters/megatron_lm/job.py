@@ -208,8 +208,7 @@ class LmJob:
         patch records have set, for the events.
         Raises ConfigurationError for a model that it could not get.
         """
-        args, worker = self._args, self.worker
-        self._train_data = train_data
+        args, worker, self._train_data = self._args, self.worker, train_data
         assert self._shard is not None
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
