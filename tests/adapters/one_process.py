@@ -23,6 +23,7 @@ from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Operation
 from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.ipc.snapshot_record import BUFFERS
 from elaswave_plugin.snapshot.restore import Access
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool
 from tests.agent.serving import SlotStore, serve
@@ -110,9 +111,8 @@ class Memory:
     def __init__(self, slot: int) -> None:
         self.store = SlotStore(slot)
         self.address = serve(self.store)
-        first, second = self.store.fds
         self.pool = SnapshotPool(
-            (first, second),
+            self.store.fds[:BUFFERS],
             slot=slot,
             capacity_bytes=CAPACITY_BYTES,
             needed_bytes=0,

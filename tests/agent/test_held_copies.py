@@ -18,7 +18,7 @@ from elaswave_plugin.agent.held_copies import HeldCopies
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.handshake import Kind
-from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, MEMORIES
 from elaswave_plugin.ipc.wire import receive_frame, send_frame
 from elaswave_plugin.snapshot.fetch import Fetcher
 from tests.agent.serving import NamedMemory, SlotStore, serve
@@ -276,9 +276,9 @@ def test_a_length_that_no_memory_has_leaves_what_is_there(holder: Holder) -> Non
         holder.check_offers(record_of(108, 4))
 
 
-def test_a_third_buffer_is_refused(holder: Holder) -> None:
-    with pytest.raises(ValueError, match="buffer 2"):
-        holder.store.begin_copy(replace(record_of(108, 4), buffer=2), 3, lambda: None)
+def test_a_memory_that_no_worker_has_is_refused(holder: Holder) -> None:
+    with pytest.raises(ValueError, match=f"buffer {MEMORIES}"):
+        holder.store.begin_copy(replace(record_of(108, 4), buffer=MEMORIES), 3, lambda: None)
     assert not holder.memories()
 
 
