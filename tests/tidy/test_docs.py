@@ -39,6 +39,10 @@ def page(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
 
 
+def text_of(name: str) -> str:
+    return page(name) if (ROOT / name).is_file() else ""
+
+
 def section(text: str, title: str) -> str:
     return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
@@ -89,6 +93,13 @@ def named_test_findings(text: str, tests: Set[str]) -> list[str]:
     """Every test that a page names exists."""
     named = set(re.findall(r"\btest_[a-z0-9_]+\b(?!\.py)", text))
     return [f"names the test {name}, which does not exist" for name in sorted(named - tests)]
+
+
+def placed_test_findings(text: str) -> list[str]:
+    """Every test that a page names with its file is in that file."""
+    named = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)))
+    missing = [(file, test) for file, test in named if f"\ndef {test}(" not in text_of(file)]
+    return [f"names {file}::{test}, which does not exist" for file, test in missing]
 
 
 def function_findings(text: str, known: Set[str]) -> list[str]:
@@ -182,6 +193,7 @@ def test_page_names_only_what_exists(name: str) -> None:
     text = page(name)
     tests = {one for one in definitions("tests") if one.startswith("test_")}
     assert named_test_findings(text, tests) == []
+    assert placed_test_findings(text) == []
     assert function_findings(text, definitions("elaswave_plugin")) == []
     assert path_findings(text, (ROOT / name).parent) == []
 
@@ -281,6 +293,8 @@ def test_changelog_has_an_unreleased_part() -> None:
         first_screen_findings("```\n" * 121),
         undefined_findings("A view is new. A *view* is a list.", ["view"]),
         named_test_findings("`test_of_nothing`", {"test_of_something"}),
+        placed_test_findings("`tests/tidy/test_docs.py::test_of_nothing`"),
+        placed_test_findings("`tests/tidy/absent.py::test_of_something`"),
         function_findings("`Worker.fly()`", {"Worker.seal", "fly"}),
         path_findings("`core/absent.py`", ROOT),
         path_findings("[here](ABSENT.md)", ROOT),
