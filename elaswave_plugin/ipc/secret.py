@@ -140,9 +140,9 @@ def left_to_user(secret: Secret) -> Iterator[None]:
     own = user_folder() / f"{os.getpid()}-{secret.fingerprint}"
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
-            user_folder().mkdir(mode=0o700, exist_ok=True)
-            if _is_private(user_folder()):
-                held.callback(os.close, _write_held(own, secret))
+            fd = _write_held(own, secret)
+            if fd is not None:
+                held.callback(os.close, fd)
         try:
             yield
         finally:
@@ -151,15 +151,24 @@ def left_to_user(secret: Secret) -> Iterator[None]:
                 user_folder().rmdir()  # where no other job has left one
 
 
-def _write_held(path: Path, secret: Secret) -> int:
-    """Write a secret under a lock, which lasts as long as the returned descriptor is open."""
+def _write_held(path: Path, secret: Secret) -> int | None:
+    """Write a secret under a lock, which lasts as long as the returned descriptor is open.
+
+    None where the folder is another user's.
+    """
     while True:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if _is_at(fd, path):
-            os.write(fd, secret.value + b"\n")
-            return fd
-        os.close(fd)  # another launcher removed it before it was locked
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(mode=0o700)
+        # Another launcher may remove the folder as it ends, or the file before it is locked.
+        with contextlib.suppress(FileNotFoundError):
+            if not _is_private(path.parent):
+                return None
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(fd, path):
+                os.write(fd, secret.value + b"\n")
+                return fd
+            os.close(fd)
 
 
 def _remove_unheld() -> None:

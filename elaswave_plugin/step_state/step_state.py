@@ -243,8 +243,10 @@ class StepState:
         """
         # What was sealed is here again, in the layout of this view.
         self.sealed()
-        # Also who came in the step after this one, if it cannot be redone from its own seal.
+        # Also who came in the step after this one, if it cannot be redone from its own seal, and
+        # who had no place: its loop went on beside a model without weights.
         came_later = self._asks or min(self._before, default=step) > step
+        came_later = came_later or self._kept_of < 0 <= self._shard_group
         if self.repeats_bodies:
             for states in (self._before, self._found):
                 for later in [one for one in states if one > step]:

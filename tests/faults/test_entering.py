@@ -59,6 +59,20 @@ def test_the_last_that_knows_a_part_of_the_model_is_lost(
     )
     survived, undisturbed = run(spec), reference(spec)
     check_equal(survived, undisturbed)
-    # Worker 1 is without a place at the end; worker 3 was, until worker 2 came back, and its own
-    # loop went on meanwhile beside a model without weights.
-    assert averages(survived)["average-2"] == averages(undisturbed)["average-2"]
+    # Worker 1 is without a place at the end; worker 3 was, until worker 2 came back.
+    found, wanted = averages(survived), averages(undisturbed)
+    assert [found[f"average-{n}"] for n in (2, 3)] == [wanted[f"average-{n}"] for n in (2, 3)]
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="2:backward")
+def test_who_was_without_a_place_goes_on_with_what_the_others_keep(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """Worker 3 is one of a TP group that cannot work, until worker 2 comes back."""
+    script = own_scripts.write(tmp_path, *own_scripts.AVERAGES)
+    spec = replace(
+        TWO, nproc=4, script=script, options=TP2, kills=("2@2:backward",), changes=("+2@4",)
+    )
+    survived, undisturbed = run(spec), reference(spec)
+    check_equal(survived, undisturbed)
+    assert averages(survived) == averages(undisturbed)
