@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from elaswave_plugin.errors import ElasWaveError
+
 log = logging.getLogger(__name__)
 
 
@@ -14,9 +16,14 @@ def only_said(
     otherwise: Callable[[], None] = lambda: None,
     **given: Any,
 ) -> Any:
-    """Call it; where it raises, say so in one sentence about ``what``, and return None."""
+    """Call it; where it raises, say so in one sentence about ``what``, and return None.
+
+    What ends the job is raised on: a process that was stopped learns it in any call.
+    """
     try:
         return call(*args, **given)
+    except ElasWaveError:
+        raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         log.warning("tracking: %s (%s); training goes on without it", what, reason)
