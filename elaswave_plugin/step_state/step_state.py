@@ -243,15 +243,17 @@ class StepState:
         """
         # What was sealed is here again, in the layout of this view.
         self.sealed()
-        # Also who came in the step after this one, if it cannot be redone from its own seal, and
-        # who had no place: its loop went on beside a model without weights.
+        # Also who came in the step after this one, if it cannot be redone from its own seal.
         came_later = self._asks or min(self._before, default=step) > step
-        came_later = came_later or self._kept_of < 0 <= self._shard_group
         if self.repeats_bodies:
             for states in (self._before, self._found):
                 for later in [one for one in states if one > step]:
                     del states[later]
         rows = _told([came_later, step in self._before, self._shard_group, self._kept_of])
+        rows = [
+            [asks or self._is_given_a_place(rows, rank), *row]
+            for rank, (asks, *row) in enumerate(rows)
+        ]
         for rank, (asks, _, wanted, _) in enumerate(rows):
             # Also one that has no place yet: its script's loop goes on with the others'.
             if asks:
@@ -270,6 +272,22 @@ class StepState:
         if came or moved:
             self._compare([number for _, _, number, _ in rows], self._part_from)
 
+    def _is_given_a_place(self, rows: Sequence[Sequence[int]], rank: int) -> bool:
+        """True if that rank had no place: its loop went on beside a model without weights.
+
+        Not between two steps, where nobody has kept what it could be given.
+        """
+        *_, wanted, kept_of = rows[rank]
+        if not kept_of < 0 <= wanted:
+            return False
+        gives = (has and not asks and (held >= 0 or of < 0) for asks, has, of, held in rows)
+        return any(gives) or self._noted(wanted)
+
+    def _noted(self, shard_group: int) -> bool:
+        """True if a worker of that part of the model has left notes."""
+        groups = self._worker.placement.shard_groups
+        return shard_group >= 0 and self._worker.notes.are_of(groups[shard_group].key)
+
     def _source(self, rows: Sequence[Sequence[int]], shard_group: int) -> int | None:
         """The rank that gives: the first of the same part of the model, or else of any other.
 
@@ -277,8 +295,7 @@ class StepState:
         """
         able = [rank for rank, (asks, has, *_) in enumerate(rows) if has and not asks]
         alike = [rank for rank in able if rows[rank][3] == shard_group]
-        groups = self._worker.placement.shard_groups
-        if not alike and shard_group >= 0 and self._worker.notes.are_of(groups[shard_group].key):
+        if not alike and self._noted(shard_group):
             return None
         return next(iter(alike or able), None)
 

@@ -304,9 +304,9 @@ AVERAGES = (
         "        average.update(model[0])\n"
         "        if iteration + 1 == args.train_iters:\n"
         '            with open(f"average-{os.environ[\'RANK\']}", "w") as file:\n'
-        "                file.write(repr([float(v.double().sum()) for v in average.values]))\n"
+        "                json.dump([float(v.double().sum()) for v in average.values], file)\n"
     ),
-    (_IMPORTS, "import torch\n\nimport elaswave_plugin\n"),
+    (_IMPORTS, "import json\n\nimport torch\n\nimport elaswave_plugin\n"),
 )
 
 

@@ -59,7 +59,10 @@ class Settings(Part):
         self._framework.write_capsule(capsule)
         # Who has no place yet is given those of any stage, which may have fewer groups.
         for group, one in zip(self._framework.groups, settings, strict=False):
-            group.update(detached_copy(one))
+            for name, value in detached_copy(one).items():
+                # What is equal stays the object that it is, which several groups may have.
+                if not _is_equal(group.get(name), value):
+                    group[name] = value
 
     def proof(self) -> int:
         """Of the groups."""
@@ -68,6 +71,12 @@ class Settings(Part):
     def told(self) -> dict[str, str]:
         """Each setting by its name and group."""
         return named_settings(self.keep()[1])
+
+
+def _is_equal(here: Any, value: Any) -> bool:
+    """Return whether two settings are the same plain value."""
+    is_plain = type(value) in (bool, int, float, str, tuple) and type(here) is type(value)
+    return is_plain and bool(here == value)
 
 
 class Weights(Part):
