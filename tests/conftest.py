@@ -18,6 +18,7 @@ from tests import sample
 from tests.convoys import convoy as convoy
 from tests.convoys import played as played
 from tests.durations import RECORD, Durations
+from tests.idle import Deadline
 from tests.results import Results
 from tests.session import data as data
 from tests.session import once as once
@@ -42,7 +43,7 @@ ROOMS = (
 LAST = ("faults",)
 STACKS_GRACE_S = 2.0
 NO_CHECKOUT = "MEGATRON_LM_PATH is not set, wanted a checkout of Megatron-LM, tag core_v0.16.1"
-TIMER = pytest.StashKey[threading.Timer]()
+ENDED = pytest.StashKey[threading.Event]()
 STDERR = pytest.StashKey[int]()
 
 
@@ -106,18 +107,17 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     if not settings.timeout or settings.timeout <= 0:
         return True
     stderr = item.config.stash[STDERR]
-    timer = threading.Timer(settings.timeout, _expire, (item.nodeid, settings.timeout, stderr))
-    timer.daemon = True
-    timer.start()
-    item.stash[TIMER] = timer
+    ended = item.stash[ENDED] = threading.Event()
+    arguments = (ended, item.nodeid, settings.timeout, stderr)
+    threading.Thread(target=_expire, args=arguments, daemon=True).start()
     return True
 
 
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
-    """Stop the timer of a test that ended in time."""
-    timer = item.stash.get(TIMER, None)
-    if timer is not None:
-        timer.cancel()
+    """Tell the thread that waits for a test that it has ended in time."""
+    ended = item.stash.get(ENDED, None)
+    if ended is not None:
+        ended.set()
     return True
 
 
@@ -129,8 +129,12 @@ def _place(path: Path) -> int:
     return len(order) + (1 if folder in LAST else 0)
 
 
-def _expire(nodeid: str, limit_s: float, stderr: int) -> None:
-    """Print every stack, end all processes that this run started, end the run."""
+def _expire(ended: threading.Event, nodeid: str, limit_s: float, stderr: int) -> None:
+    """End the run, and all processes that it started, if a test has not ended within its limit."""
+    deadline = Deadline(limit_s)
+    while left_s := deadline.left_s():
+        if ended.wait(left_s):
+            return
     out = os.fdopen(stderr, "w", closefd=False)
     os.dup2(stderr, 2)  # so that what the children print now is seen as well
     print(f"\n{nodeid} ran longer than {limit_s:g} s; stacks of all threads:", file=out, flush=True)

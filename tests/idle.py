@@ -1,4 +1,4 @@
-"""Bounds on time that hold on an idle machine: on a busy one what is late is a warning."""
+"""Bounds on time of an idle machine: on a busy one what is late is a warning, or is awaited."""
 
 import time
 import warnings
@@ -10,6 +10,8 @@ from pathlib import Path
 PRESSURE = Path("/proc/pressure/cpu")
 # The share of a measured time from which the machine counts as busy with other work.
 BUSY = 0.5
+# How many times as long as on an idle machine a hard limit waits at most.
+MOST = 5
 
 
 def waited_s() -> float:
@@ -44,3 +46,17 @@ def within(limit_s: float) -> Iterator[None]:
     clock = Clock()
     yield
     clock.check(time.monotonic() - clock.began_s, limit_s)
+
+
+class Deadline:
+    """A hard limit, in seconds in which nothing waited for a processor: what hangs uses none."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._began_s, self._waited_s = time.monotonic(), waited_s()
+
+    def left_s(self) -> float:
+        """Return the seconds that are left if all is idle from now on, 0 once it has passed."""
+        elapsed_s = time.monotonic() - self._began_s
+        idle_s = elapsed_s - (waited_s() - self._waited_s)
+        return max(0.0, min(self._limit_s - idle_s, MOST * self._limit_s - elapsed_s))

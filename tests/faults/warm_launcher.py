@@ -6,12 +6,12 @@ import select
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from elaswave_plugin.ipc.wire import FrameBuffer, encode
+from tests.idle import Deadline
 
 SCRIPT = Path(__file__).with_name("launcher.py")
 PRELOAD = "elaswave_plugin.launch.launch"
@@ -86,10 +86,12 @@ class WarmLauncher:
         self.send_signal(signal.SIGKILL)
 
     def _next(self, timeout_s: float) -> dict[str, Any]:
-        deadline_s = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while not self._frames:
-            left_s = max(0.0, deadline_s - time.monotonic())
+            left_s = deadline.left_s()
             if not select.select([self._sock], [], [], left_s)[0]:
+                if left_s:
+                    continue
                 raise subprocess.TimeoutExpired(self._argv, timeout_s)
             data, fds, _, _ = socket.recv_fds(self._sock, 4096, 1)
             assert data, "the zygote of the launchers is gone"
