@@ -24,6 +24,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES, SnapshotPool
+from elaswave_plugin.values.rows import bytes_of
 
 STEP_EVENT, BANDWIDTH_EVENT = "size_step", "size_bandwidth"
 GATHERED_BYTES = 64 << 20
@@ -125,7 +126,7 @@ def bandwidths(shard: list[torch.Tensor]) -> dict[str, float]:
     began_s, began_cpu_s = time.monotonic(), time.thread_time()
     torch.cat(shard, out=space)
     copied_s = time.monotonic()
-    view = memoryview(space.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    view = bytes_of(space)
     for start in range(0, num_bytes, CHUNK_BYTES):
         xxhash.xxh3_64_intdigest(view[start : start + CHUNK_BYTES])
     hashed_s, plain_s = time.monotonic(), time.thread_time() - began_cpu_s

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from elaswave_plugin.cli.plan_memory import bytes_of_stages, change_text
@@ -150,7 +151,7 @@ def _samples(plan: JointPlan, work: StepWork) -> list[dict[str, int]]:
     found = []
     for replicas in plan_replicas(plan):
         samples = plan.chosen.choice.split((replicas,), work).stages[0].samples().sum(0)
-        found.append({"least": int(samples.min()), "most": int(samples.max())})
+        found.append({"least": int(np.min(samples)), "most": int(np.max(samples))})
     return found
 
 

@@ -29,6 +29,7 @@ from elaswave_plugin.ipc.snapshot_record import NOTES
 from elaswave_plugin.snapshot.fetch import Fetcher
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader
 from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.rows import bytes_of
 from elaswave_plugin.values.untouched import untouched_zeros
 
 _STALL_S = 2.0
@@ -160,7 +161,7 @@ def read_parts(
     shard_group = plan.shard_group_of(access.slot)
     numel = 0 if shard_group is None else plan.after(shard_group).shard_numel
     payload = untouched_zeros(len(parts), numel)
-    target = memoryview(payload.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
+    target = bytes_of(payload)
     fetched_bytes = 0
     for source, pieces in plan.pieces(access.slot):
         with _open(source, plan, access) as reader:

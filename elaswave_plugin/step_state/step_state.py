@@ -22,7 +22,7 @@ from elaswave_plugin.step_state.moved_state import fetch_missing
 from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.gathered import gathered
 from elaswave_plugin.values.plain import encode
-from elaswave_plugin.values.rows import row_of
+from elaswave_plugin.values.rows import bytes_of, row_of
 
 Kept = dict[str, Any]
 _NOTED = "the state of a step"
@@ -430,7 +430,7 @@ def digest_of(tensor: torch.Tensor) -> int:
     flat = row_of(tensor)
     if flat.is_cuda:
         return _on_device(flat)
-    data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    data = bytes_of(flat)
     return xxhash.xxh3_64_intdigest(data) >> 1
 
 

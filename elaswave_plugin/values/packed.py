@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elaswave_plugin.values.plain import decode, encode
-from elaswave_plugin.values.rows import row_of
+from elaswave_plugin.values.rows import bytes_of
 
 _LENGTH = struct.Struct("<Q")
 
@@ -15,7 +15,7 @@ def packed(value: Any, what: str) -> bytes:
     """Return the bytes of a value with host tensors in it; raises ConfigurationError."""
     tensors: list[torch.Tensor] = []
     plain = encode(value, what, beside=tensors)
-    return b"".join((_LENGTH.pack(len(plain)), plain, *(_bytes_of(one) for one in tensors)))
+    return b"".join((_LENGTH.pack(len(plain)), plain, *(bytes_of(one) for one in tensors)))
 
 
 def unpacked(data: bytes, what: str) -> Any:
@@ -26,11 +26,7 @@ def unpacked(data: bytes, what: str) -> Any:
     beside_bytes = len(data) - start
     value = decode(data[_LENGTH.size : start], what, beside=tensors, beside_bytes=beside_bytes)
     for tensor in tensors:
-        into = _bytes_of(tensor)
+        into = bytes_of(tensor)
         into[:] = data[start : start + len(into)]
         start += len(into)
     return value
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(row_of(tensor).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -7,20 +7,22 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
 from elaswave_plugin.cli import doctor
 from elaswave_plugin.cli.doctor import FITS, MISMATCH, Entry, Finding, show
 from elaswave_plugin.cli.main import run_command
-from tests.adapters.megatron_lm.harness import REPOSITORY, needs_repository
+from tests.adapters.megatron_lm.harness import (
+    REPOSITORY,
+    SCRIPTS_FIT,
+    needs_repository,
+    needs_scripts,
+)
 
 
 def states(done: "subprocess.CompletedProcess[str]") -> dict[str, set[str]]:
@@ -35,9 +37,8 @@ def states(done: "subprocess.CompletedProcess[str]") -> dict[str, set[str]]:
     return found
 
 
+@needs_scripts
 def test_every_record_fits_what_is_installed(doctor: "subprocess.CompletedProcess[str]") -> None:
-    if not scripts_fit():
-        pytest.skip("the scripts of Megatron-LM are carried with an earlier megatron-core only")
     found = states(doctor)
     frameworks = {"torch", "megatron-core", "deepspeed", "accelerate", "transformers", "trl"}
     assert frameworks == set(found)
@@ -48,16 +49,11 @@ def test_every_record_fits_what_is_installed(doctor: "subprocess.CompletedProces
 def test_beyond_the_scripts_every_record_fits(doctor: "subprocess.CompletedProcess[str]") -> None:
     records = json.loads(doctor.stdout)["records"]
     ours = [one for one in records if not one["applied"].endswith("Megatron-LM")]
-    assert {one["state"] for one in ours} <= {"fits", "not installed"}
+    assert {one["state"] for one in ours} <= {"fits", "not needed", "not installed"}
     assert "megatron-core" in {one["distribution"] for one in ours if one["state"] == "fits"}
-    if not scripts_fit():
+    if not SCRIPTS_FIT:
         assert doctor.returncode == 2
         assert "refused are jobs that apply them: elastic, Megatron-LM\n" in doctor.stderr
-
-
-def scripts_fit() -> bool:
-    """Return whether the records of Megatron-LM's scripts are for the installed megatron-core."""
-    return SpecifierSet(SCRIPTS).contains(version("megatron-core"))
 
 
 @needs_repository

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
+from tests.idle import Deadline
 from tests.ports import free_port
 
 Report = dict[str, Any]
@@ -100,9 +101,9 @@ class Job:
             self.watch(report["pid"])
         self.all("commit", range(self.world), epoch=1)
         # An agent writes this when it has met the others, and its trainers run before that.
-        deadline_s = time.monotonic() + self.wait_s
+        deadline = Deadline(self.wait_s)
         while len(begun := self.events("worker_started")) < self.world:
-            assert time.monotonic() < deadline_s, f"no events of {self.world} workers: {begun}"
+            assert deadline.left_s(), f"no events of {self.world} workers: {begun}"
             time.sleep(0.005)  # the file is all that shows it
         for event in begun:
             self.agents[event["slot"]] = event["agent_pid"]
@@ -152,13 +153,13 @@ class Job:
 
     def next_agent(self, node: int, life: int) -> int:
         """The process of an agent of a node, by its number, once it takes part."""
-        deadline_s = time.monotonic() + self.wait_s
+        deadline = Deadline(self.wait_s)
         while True:
             for event in self.events("agent_started"):
                 if (event["node"], event["life"]) == (node, life):
                     self.watch(pid := event["pid"])
                     return int(pid)
-            assert time.monotonic() < deadline_s, f"no life {life} of the agent:\n{self.outputs()}"
+            assert deadline.left_s(), f"no life {life} of the agent:\n{self.outputs()}"
             time.sleep(0.005)  # the file is all that shows it
 
     def kill_node(self, *nodes: int) -> None:
@@ -173,11 +174,11 @@ class Job:
         """
         process = psutil.Process(self.agents[slot])
         process.suspend()
-        deadline_s = time.monotonic() + self.wait_s
+        deadline = Deadline(self.wait_s)
         while any(
             psutil.Process(one.id).status() != psutil.STATUS_STOPPED for one in process.threads()
         ):
-            assert time.monotonic() < deadline_s, f"the agent of worker {slot} does not stop"
+            assert deadline.left_s(), f"the agent of worker {slot} does not stop"
             time.sleep(0.001)  # nothing tells that a process which is no child has stopped
 
     def one(self, what: str, slot: int, **wanted: object) -> Report:
@@ -197,16 +198,16 @@ class Job:
         return [self.one(what, slot, **wanted) for slot in slots]
 
     def _next(self, fits: Callable[[Report], bool], what: str) -> Report:
-        deadline_s = time.monotonic() + self.wait_s
+        deadline = Deadline(self.wait_s)
         while True:
             for report in self.reports:
                 if fits(report):
                     self.reports.remove(report)
                     return report
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._inbox], [], [], left_s)[0]:
-                raise AssertionError(f"no {what}; have {self.reports}; output:\n{self.outputs()}")
-            self.reports.append(json.loads(self._inbox.recv(1 << 20)))
+            left_s = deadline.left_s()
+            assert left_s, f"no {what}; have {self.reports}; output:\n{self.outputs()}"
+            if select.select([self._inbox], [], [], left_s)[0]:
+                self.reports.append(json.loads(self._inbox.recv(1 << 20)))
 
     def nothing(self, what: str, slot: int, *, for_s: float) -> bool:
         """Return whether a trainer reports nothing of this kind within that time."""
@@ -249,12 +250,12 @@ class Job:
 
         Nothing orders what it prints with what a trainer reports, so it is waited for.
         """
-        deadline_s = time.monotonic() + self.wait_s
+        deadline = Deadline(self.wait_s)
         while True:
             for line in self.output(launcher).splitlines(keepends=True):
                 if words in line and line.endswith("\n"):
                     return line
-            assert time.monotonic() < deadline_s, f"no {words!r} in:\n{self.output(launcher)}"
+            assert deadline.left_s(), f"no {words!r} in:\n{self.output(launcher)}"
             time.sleep(0.01)  # nothing tells that a file has grown
 
     def outputs(self) -> str:

@@ -1,7 +1,6 @@
 """`elaswave drain SLOT` reaches the agent of that slot, and its refusals are told."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.core.layout.layout import launch_layout
 from tests.agent.jobs import Job
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 
 
@@ -116,9 +116,9 @@ def test_of_all_that_are_drained_the_last_one_stays(tmp_path: Path) -> None:
 
 def train_until(job: Job, ranks: list[int]) -> None:
     """Have all of three workers begin steps until those of ``ranks`` know of their view."""
-    step, deadline_s = 1, time.monotonic() + job.wait_s
+    step, deadline = 1, Deadline(job.wait_s)
     while len(ranks) > sum((r["what"], r.get("ranks")) == ("commit", ranks) for r in job.reports):
-        assert time.monotonic() < deadline_s, job.outputs()
+        assert deadline.left_s(), job.outputs()
         for slot in range(3):
             job.tell(slot, f"begin {step}")
         job.listen(for_s=0.05)

@@ -23,7 +23,7 @@ from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.process_tree import die_with_parent
 from elaswave_plugin.ipc.reactor import Reactor
 from tests.agent.jobs import environment
-from tests.idle import Clock
+from tests.idle import Clock, Deadline
 
 LONG_S = 20.0
 SLEEPS = "import time\ntime.sleep(60)\n"
@@ -68,9 +68,9 @@ class Life:
         return found
 
     def await_trainers(self, true: Callable[[dict[int, Mapping[str, Any]]], bool]) -> None:
-        deadline_s = time.monotonic() + LONG_S
+        deadline = Deadline(LONG_S)
         while not true(self.trainers()):
-            assert time.monotonic() < deadline_s, self.trainers()
+            assert deadline.left_s(), self.trainers()
             time.sleep(0.005)  # notices would come, which this agent does not read
 
     def serve(self, seconds: float = LONG_S) -> None:

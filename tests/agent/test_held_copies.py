@@ -4,7 +4,6 @@ import mmap
 import os
 import re
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ from elaswave_plugin.ipc.wire import receive_frame, send_frame
 from elaswave_plugin.snapshot.fetch import Fetcher
 from tests.agent.serving import NamedMemory, SlotStore, serve
 from tests.core.sealed import sealed
+from tests.idle import Deadline
 from tests.job_secret import SECRET, dialled
 
 LONG_S = 10.0
@@ -59,10 +59,10 @@ class Holder:
 
     def wait_until_filled(self, wanted: bool) -> None:
         """Until a buffer is being filled, or none is; nothing tells that it has begun."""
-        deadline_s = time.monotonic() + LONG_S
+        deadline = Deadline(LONG_S)
         with self.store._lock:
             while any(one.stop for one in self.store._copies._buffers.values()) != wanted:
-                assert time.monotonic() < deadline_s
+                assert deadline.left_s()
                 self.store._lock.wait(0.01)
 
     def begin(self, record: SealedShard, share: float = 1.0) -> socket.socket:

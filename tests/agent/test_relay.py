@@ -16,6 +16,7 @@ from elaswave_plugin.ipc.wire import Check, connect
 from elaswave_plugin.snapshot import fetch as fetching
 from elaswave_plugin.snapshot.fetch import Fetcher
 from tests.agent.serving import LONG_S, SlotStore, seal, serve
+from tests.idle import Deadline
 from tests.job_secret import SECRET
 
 CONTENT = os.urandom(3 << 20)
@@ -122,8 +123,8 @@ def test_copies_go_by_it_too(nodes: Nodes) -> None:
         on_moving=lambda: None,
     )
     copier.send(record)
-    deadline_s = time.monotonic() + LONG_S
-    while not copied and time.monotonic() < deadline_s:
+    deadline = Deadline(LONG_S)
+    while not copied and deadline.left_s():
         time.sleep(0.01)  # the copier has a thread of its own
     copier.close()
     assert copied == [(5, record.epoch)] and not broken

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from elaswave_plugin.agent.starters import ForkServer, Given
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import encode
+from tests.idle import Deadline
 
 LONG_S = 20.0
 ENDS = 'import sys\nprint("lives", flush=True)\nsys.exit(7)\n'
@@ -61,13 +61,13 @@ def given() -> Iterator[Given]:
 
 def until(reactor: Reactor, reached: Callable[[], bool]) -> None:
     """Run the reactor until something is true."""
-    deadline_s = time.monotonic() + LONG_S
+    deadline = Deadline(LONG_S)
 
     def look() -> None:
         if reached():
             reactor.stop()
             return
-        assert time.monotonic() < deadline_s
+        assert deadline.left_s()
         reactor.after(0.01, look)
 
     reactor.after(0.0, look)

@@ -26,6 +26,7 @@ from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import LENGTH, Channel, FrameBuffer, receive_frame, send_frame
 from tests.agent.serving import SlotStore
 from tests.core.sealed import sealed
+from tests.idle import Deadline
 from tests.job_secret import SECRET, dialled
 
 LONG_S = 10.0
@@ -45,9 +46,9 @@ def ends(sock: socket.socket, within_s: float = LONG_S) -> bool:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LONG_S
+    deadline = Deadline(LONG_S)
     while not true():
-        assert time.monotonic() < deadline_s
+        assert deadline.left_s()
         time.sleep(0.005)
 
 

@@ -17,7 +17,9 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     for a tensor whose chunks do not fill it.
     """
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    found: dict[str, Any] = {"common.pt": _load(folder / "common.pt")}
+    # From Megatron-Core 0.19 on the common state is an entry like the others.
+    is_entry = any(name.startswith("common_state/") for name in metadata.state_dict_metadata)
+    found: dict[str, Any] = {} if is_entry else {"common.pt": _load(folder / "common.pt")}
     for name, described in metadata.state_dict_metadata.items():
         if not isinstance(described, TensorStorageMetadata):
             found[name] = _entry(folder, metadata, MetadataIndex(name))

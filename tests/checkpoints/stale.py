@@ -9,6 +9,7 @@ from typing import Any
 from elaswave_plugin.checkpoints.draft import is_draft
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, processes_of, started
+from tests.idle import Deadline
 
 LIMIT_S = 90.0
 # The worker of slot 0 stops when it has asked the lease, before this call for a name with this
@@ -70,13 +71,13 @@ class Stale:
             events, seen = Tail(self._directory / EVENTS_FILE), list[dict[str, Any]]()
 
             def wait_for(kind: str, **wanted: object) -> dict[str, Any]:
-                deadline_s = time.monotonic() + LIMIT_S
+                deadline = Deadline(LIMIT_S)
                 while True:
                     seen.extend(events.new())
                     for one in seen:
                         if one["kind"] == kind and wanted.items() <= one.items():
                             return one
-                    assert time.monotonic() < deadline_s, self._output[-3000:]
+                    assert deadline.left_s(), self._output[-3000:]
                     time.sleep(0.02)  # the file is all that a running job shows
 
             wait_for("stops", there=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.faults.harness import JobSpec, Outcome, Zygote, open_launcher, started
+from tests.idle import Deadline
 
 LIMIT_S = 60.0
 
@@ -18,9 +19,9 @@ def grow(
     started_s = time.monotonic()
     with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
         events = Tail(directory / EVENTS_FILE)
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline = Deadline(LIMIT_S)
         while not any(e["kind"] == "view_committed" for e in events.new()):
-            assert time.monotonic() < deadline_s, (directory / "output").read_text()[-3000:]
+            assert deadline.left_s(), (directory / "output").read_text()[-3000:]
             time.sleep(0.02)  # the file is all that a running job shows
         place = [f"--join={read_addresses(directory)[0]}", f"--nproc-per-node={joiners}"]
         launchers.append(open_launcher(spec, place, zygote=zygote, data=data, directory=directory))

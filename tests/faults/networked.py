@@ -10,6 +10,7 @@ from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.agent.jobs import LAUNCH, environment
 from tests.faults.harness import SABOTAGED, JobSpec, left_alive
 from tests.faults.network import Network
+from tests.idle import Deadline
 
 LIMIT_S = 120.0
 
@@ -48,13 +49,13 @@ class Seen:
 
     def wait_for(self, kind: str, **wanted: object) -> dict[str, Any]:
         """Return the first event of a kind with these fields."""
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline = Deadline(LIMIT_S)
         while True:
             self._seen.extend(self._events.new())
             for one in self._seen:
                 if one["kind"] == kind and wanted.items() <= one.items():
                     return one
-            assert time.monotonic() < deadline_s, (self._directory / "output").read_text()[-3000:]
+            assert deadline.left_s(), (self._directory / "output").read_text()[-3000:]
             time.sleep(0.02)  # the file is all that a running job shows
 
 

@@ -16,6 +16,7 @@ from tests.agent.jobs import environment
 from tests.faults.harness import JobSpec, Outcome, left_alive, pids_of, sabotage_of
 from tests.faults.network import Network, network_of
 from tests.faults.networked import LIMIT_S, Seen, end, launched
+from tests.idle import Deadline
 
 START_S = 120.0
 # The others work again; about 5 s is the aim.
@@ -73,10 +74,10 @@ def warm_nodes(number: int, preload: tuple[str, ...], folder: Path) -> Iterator[
         process = subprocess.Popen([*command, ",".join(preload), *places], env=environment())
         stack.callback(process.wait, START_S)
         stack.callback(process.terminate)
-        deadline_s = time.monotonic() + START_S
+        deadline = Deadline(START_S)
         while not all(socket.exists() for socket in sockets):
             assert process.poll() is None, "a zygote did not start"
-            assert time.monotonic() < deadline_s, "the zygotes did not start in time"
+            assert deadline.left_s(), "the zygotes did not start in time"
             time.sleep(0.05)
         yield Nodes(network, sockets)
 

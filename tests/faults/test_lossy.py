@@ -13,6 +13,7 @@ from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, Outcome, check_survived
 from tests.faults.lossy import LossyNetwork, lossy_network_of
 from tests.faults.networked import LIMIT_S, end, launched
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -45,9 +46,9 @@ def disturbed(
             launchers.append(launched(network.network, node, spec, arguments, out))
             stack.callback(end, launchers[-1])
         # What is lost before the first seal ends a job.
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline = Deadline(LIMIT_S)
         while not ((out / STEPS_FILE).exists() and (out / STEPS_FILE).stat().st_size):
-            assert time.monotonic() < deadline_s, (out / "output").read_text()[-3000:]
+            assert deadline.left_s(), (out / "output").read_text()[-3000:]
             time.sleep(0.05)  # the file is all that a running job shows
         network.disturb(loss=loss, delay_s=delay_s)
         if lasts_s is not None:

@@ -21,6 +21,7 @@ from tests.faults.harness import (
 )
 from tests.faults.hybrid_matrix import TP2_PP2_DP2
 from tests.faults.test_join import LATER, check_nothing_thrown_away, entered, last_ranks
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -40,11 +41,11 @@ def lose_and_join(
     started_s = time.monotonic()
     with started(spec, zygote=zygote, data=data, directory=directory) as launchers:
         events = Tail(directory / EVENTS_FILE)
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline = Deadline(LIMIT_S)
         while not any(
             e["kind"] == "view_committed" and not set(slots) & set(e["ranks"]) for e in events.new()
         ):
-            assert time.monotonic() < deadline_s, (directory / "output").read_text()[-3000:]
+            assert deadline.left_s(), (directory / "output").read_text()[-3000:]
             time.sleep(0.02)  # the file is all that a running job shows
         contact = next(one for one in read_addresses(directory) if one.node not in nodes)
         place = [f"--join={contact}", f"--nproc-per-node={len(slots)}"]

@@ -8,6 +8,7 @@ import pytest
 
 from elaswave_plugin.tracking.events import STEPS_FILE, Tail
 from tests.faults.harness import JobSpec, Zygote, left_alive, pids_of, started
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 
 LIMIT_S = 30.0
@@ -17,9 +18,9 @@ ENDLESS = JobSpec(steps=100_000, dump="never")
 def wait_for_step(directory: Path, step: int) -> None:
     """Wait until some worker has completed a step."""
     steps = Tail(directory / STEPS_FILE)
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline = Deadline(LIMIT_S)
     while not any(record["step"] >= step for record in steps.new()):
-        assert time.monotonic() < deadline_s, (directory / "output").read_text()[-4000:]
+        assert deadline.left_s(), (directory / "output").read_text()[-4000:]
         time.sleep(0.02)  # the file is all that a running job shows
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from tests.faults.harness import JobSpec, Zygote, left_alive, pids_of, started
 from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.test_signals import LIMIT_S, wait_for_step
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 
 ENDLESS: JobSpec = replace(PP2_DP2, nodes=4, steps=100_000, dump="never")
@@ -36,12 +36,12 @@ Status = dict[str, Any]
 
 def ask_until(directory: Path, fits: Callable[[Status], bool]) -> Status:
     """Ask a training job until its status is as wanted."""
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline = Deadline(LIMIT_S)
     while True:
         status = ask_job(find_job(directory, None), LIMIT_S)
         if fits(status):
             return status
-        assert time.monotonic() < deadline_s, status
+        assert deadline.left_s(), status
 
 
 def survivors_have_sealed(status: Status) -> bool:

@@ -23,6 +23,7 @@ from tests.faults.harness import (
 )
 from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 from tests.tracking.wandb_files import history, run_ids
 
@@ -98,12 +99,12 @@ def undead(zygote: Zygote, data: Path, tmp_path: Path) -> Undead:
         with started(spec, zygote=zygote, data=data, directory=tmp_path) as launchers:
             wait_for_step(tmp_path, 3)
             events, seen = Tail(tmp_path / EVENTS_FILE), []
-            deadline_s = time.monotonic() + LIMIT_S
+            deadline = Deadline(LIMIT_S)
 
             def wait_for(kind: str, **wanted: object) -> None:
                 while not any(e["kind"] == kind and wanted.items() <= e.items() for e in seen):
                     seen.extend(events.new())
-                    assert time.monotonic() < deadline_s, (tmp_path / "output").read_text()[-3000:]
+                    assert deadline.left_s(), (tmp_path / "output").read_text()[-3000:]
                     time.sleep(0.02)  # the file is all that a running job shows
 
             wait_for("worker_started", slot=slot)

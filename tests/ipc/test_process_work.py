@@ -13,6 +13,7 @@ import pytest
 
 from elaswave_plugin.ipc.process_tree import IN_KERNEL, state_of
 from elaswave_plugin.ipc.process_work import WorkWatch
+from tests.idle import Deadline
 
 # Longer than between two looks.
 LOOK_S = 0.6
@@ -110,9 +111,9 @@ def test_a_sleep_in_the_kernel_is_seen() -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
-        deadline_s = time.monotonic() + 10.0
+        deadline = Deadline(10.0)
         while state_of(process.pid) != IN_KERNEL:
-            assert time.monotonic() < deadline_s, state_of(process.pid)
+            assert deadline.left_s(), state_of(process.pid)
     finally:
         os.killpg(process.pid, 9)
         process.communicate()

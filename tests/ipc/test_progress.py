@@ -24,7 +24,7 @@ from elaswave_plugin.ipc.progress_page import (
     create_page,
     page_of,
 )
-from tests.idle import Clock
+from tests.idle import Clock, Deadline
 from tests.job_secret import SECRET
 
 
@@ -228,9 +228,9 @@ def test_a_link_table_says_for_whom_it_waits(pages: tuple[ProgressPage, Progress
     assert (read(agent).operations, read(agent).waits_for) == (1, NOBODY)
     waiter = threading.Thread(target=left.wait, args=(operation,))
     waiter.start()
-    deadline_s = time.monotonic() + 10.0
+    deadline = Deadline(10.0)
     while read(agent).waits_for != 1:
-        assert time.monotonic() < deadline_s
+        assert deadline.left_s()
     right.wait(barrier(right, 1))
     waiter.join(10.0)
     assert operation.done

@@ -1,5 +1,6 @@
 """Memory that a process makes is found by another one of its node that has the key."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -26,8 +27,9 @@ def _open() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _no_threads_of_others() -> Iterator[None]:
-    """Threads of another test are gone: they would close descriptors while one is counting."""
+    """Threads and garbage of another test are gone: else descriptors close while one counts."""
     _await_threads()
+    gc.collect()
     yield
     _await_threads()
 

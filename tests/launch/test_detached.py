@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.jobs import LAUNCH, environment
+from tests.idle import Deadline
 from tests.launch.test_torchrun import torchrun
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
@@ -76,9 +77,9 @@ def test_the_first_step_of_a_script_that_did_not_join_is_told_at_once(
     command = tuple(word.replace("port=0", f"port={free_port()}") for word in command)
     process = launch(tmp_path, WAITS, *command)
     try:
-        deadline_s = time.monotonic() + WAIT_S
+        deadline = Deadline(WAIT_S)
         while not said(tmp_path) or len(list(tmp_path.glob("stepped-*"))) < 2:
-            assert time.monotonic() < deadline_s and process.poll() is None, said(tmp_path)
+            assert deadline.left_s() and process.poll() is None, said(tmp_path)
             time.sleep(0.01)  # the files are all that shows it
     finally:
         (tmp_path / "go").touch()
@@ -115,9 +116,9 @@ def test_a_loss_in_a_script_that_did_not_join_ends_with_what_it_lacks(tmp_path: 
         os.kill(os.getpid(), 9)
 """
     process = launch(tmp_path, dies, *ELASWAVE_RUN)
-    deadline_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while not said(tmp_path):
-        assert time.monotonic() < deadline_s and process.poll() is None
+        assert deadline.left_s() and process.poll() is None
         time.sleep(0.01)  # the file is all that shows it
     (tmp_path / "die").touch()
     assert process.wait(WAIT_S) == 75

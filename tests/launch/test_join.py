@@ -18,6 +18,7 @@ from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from elaswave_plugin.version import __version__
 from tests.agent.jobs import LAUNCH, TRAINER, WAIT_S, Job, environment
+from tests.idle import Deadline
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -133,9 +134,9 @@ def test_two_launchers_are_offered_the_same_slot(tmp_path: Path, reserve: int) -
         late = [f"--join={address_of(job, 0)}", f"--dir={job.run_dir}", str(TRAINER)]
         job.launch(command=[sys.executable, "-c", LATE.format(folder=tmp_path), *late])
         second = len(job.launchers) - 1
-        deadline_s = time.monotonic() + WAIT_S
+        deadline = Deadline(WAIT_S)
         while not (tmp_path / "offered").exists():
-            assert time.monotonic() < deadline_s
+            assert deadline.left_s()
             time.sleep(0.01)
         first = join(job, 0)
         job.one("detached", 2)
@@ -467,10 +468,10 @@ def test_a_standby_that_was_not_needed_does_not_speak_for_its_node(tmp_path: Pat
 
 def await_standby(job: Job, places: dict[int, int]) -> None:
     """Until the status shows so many idle places of these nodes."""
-    deadline_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     while True:
         found = ask_job(addresses_in(job.run_dir), WAIT_S)["standbys"]
         if {one["node"]: one["places"] for one in found} == places:
             return
-        assert time.monotonic() < deadline_s, found
+        assert deadline.left_s(), found
         time.sleep(0.05)  # the status is all that shows them

@@ -11,6 +11,7 @@ from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.core.agreement.founding import LEASE_S, Waiting
 from tests.agent.jobs import TRAINER, Job
 from tests.faults.network import namespaces
+from tests.idle import Deadline
 from tests.launch.test_join import let_in
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -38,12 +39,12 @@ def launcher_of(job: Job, node: int) -> int:
 
 def runs(job: Job, *, life: int) -> None:
     """Wait until the record says that this life of the job runs."""
-    deadline_s = time.monotonic() + job.wait_s
+    deadline = Deadline(job.wait_s)
     while True:
         with held(job.folder / "shared" / "fox") as record:
             if (record.record.life, record.record.state) == (life, "runs"):
                 return
-        assert time.monotonic() < deadline_s, record.record
+        assert deadline.left_s(), record.record
         time.sleep(0.05)  # the file is all that shows it
 
 
@@ -187,7 +188,7 @@ def test_those_that_were_chosen_meet_again_where_one_does_not_come(tmp_path: Pat
         while not (folder / "job.json").exists():
             assert job.launchers[number].poll() is None, job.output(number)
             time.sleep(0.05)
-        deadline_s = time.monotonic() + job.wait_s
+        deadline = Deadline(job.wait_s)
         while True:
             with held(folder) as record:
                 now = record.record
@@ -196,7 +197,7 @@ def test_those_that_were_chosen_meet_again_where_one_does_not_come(tmp_path: Pat
                 looks += 1
                 ghost = {"ghost": Waiting(looks=looks)}
                 record.write(replace(now, waiting={**now.waiting, **ghost}))
-            assert time.monotonic() < deadline_s, now
+            assert deadline.left_s(), now
             time.sleep(0.2)
         assert now.chosen[1:] == ("ghost",)
         job.said("did not come within 3 s", number)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.agent.jobs import TRAINER, WAIT_S, Job
+from tests.idle import Deadline
 from tests.ports import free_port
 from tests.trainer.test_zygote import start_zygote
 
@@ -24,10 +25,10 @@ def signal_all(job: Job, number: int) -> None:
 
 def await_notice(job: Job, slot: int) -> None:
     """Until the trainer knows that it is to leave."""
-    deadline_s = time.monotonic() + WAIT_S
+    deadline = Deadline(WAIT_S)
     job.tell(slot, "told")
     while not job.one("told", slot)["to_leave"]:
-        assert time.monotonic() < deadline_s
+        assert deadline.left_s()
         job.tell(slot, "told")
 
 

@@ -14,6 +14,7 @@ from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.clocks import EmulatedClocks, NvmlClocks, clocks_for
 from tests.agent.jobs import WAIT_S, Job
+from tests.idle import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
 UUID = "GPU-1234"
@@ -62,9 +63,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def awaited(log: Path, wanted: list[str]) -> None:
     """The guard ends a moment after the process that it watches."""
-    deadline_s = time.monotonic() + 20
+    deadline = Deadline(20)
     while log.read_text().splitlines() != wanted:
-        assert time.monotonic() < deadline_s, log.read_text()
+        assert deadline.left_s(), log.read_text()
         time.sleep(0.02)
 
 

@@ -18,6 +18,7 @@ from typing import Self
 
 import psutil
 
+from tests.idle import Deadline
 from tests.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "srun")
@@ -314,9 +315,9 @@ class Slurm:
         return False
 
     def _wait(self, reached: Callable[[], bool], limit_s: float, what: str) -> None:
-        deadline_s = time.monotonic() + limit_s
+        deadline = Deadline(limit_s)
         while not reached():
-            if time.monotonic() > deadline_s:
+            if not deadline.left_s():
                 raise TimeoutError(f"waited {limit_s:g} s for {what}; slurmctld: {self.log()}")
             time.sleep(POLL_S)
 
@@ -360,13 +361,13 @@ class Slurm:
 
         All stand still first: none is to see another one's end, and to act on it.
         """
-        deadline_s = time.monotonic() + END_S
+        deadline = Deadline(END_S)
         while left := found():
             for end in (psutil.Process.suspend, psutil.Process.kill):
                 for process in left:
                     with contextlib.suppress(psutil.Error):
                         end(process)
-            if time.monotonic() > deadline_s:
+            if not deadline.left_s():
                 raise RuntimeError(f"processes that do not end: {left}")
             time.sleep(0.01)
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, Tail
+from tests.idle import Deadline
 from tests.schedulers.slurm import Slurm
 from tests.schedulers.soak_watch import Watch
 
@@ -184,7 +185,7 @@ class Losses:
 
     def until(self, reached: Callable[[], bool], limit_s: float, what: str) -> None:
         """Wait for what only files show, and look at the processes meanwhile."""
-        deadline_s = time.monotonic() + limit_s
+        deadline = Deadline(limit_s)
         while True:
             self._job.look()
             self._watch.look(self._job.processes())
@@ -192,7 +193,7 @@ class Losses:
             if reached():
                 return
             assert not self._job.is_over, f"the job is over before the {what}"
-            assert time.monotonic() < deadline_s, f"no {what} within {limit_s:g} s"
+            assert deadline.left_s(), f"no {what} within {limit_s:g} s"
             time.sleep(POLL_S)
 
     def _bring_back(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.conftest import Reference
 from tests.faults.harness import JobSpec, check_equal, left_alive, pids_of
+from tests.idle import Deadline
 from tests.proofs import Kind, Promise, proves
 from tests.schedulers.batch import LAUNCHERS, Submitted, hold, left_in_shared_memory, submit
 from tests.schedulers.slurm import OVER, Slurm
@@ -27,9 +28,9 @@ SUSPENDED_S = 30.0
 
 def wait_for_step(slurm: Slurm, job: Submitted, step: int) -> None:
     """Wait until some worker has completed a step."""
-    deadline_s = time.monotonic() + START_S
+    deadline = Deadline(START_S)
     while max((line["step"] for line in read_lines(job.directory / STEPS_FILE)), default=-1) < step:
-        assert time.monotonic() < deadline_s, (slurm.shown(job.number), job.output[-4000:])
+        assert deadline.left_s(), (slurm.shown(job.number), job.output[-4000:])
         assert slurm.state(job.number) not in OVER, job.output[-4000:]
         time.sleep(0.02)  # the file is all that a running job shows
 
@@ -74,9 +75,9 @@ def test_scontrol_suspend_and_resume(
     # The batch script and srun beside a guardian, an agent and a trainer a node.
     assert {process.pid for process in processes} > {*pids_of(tmp_path)}
     assert len(processes) >= 2 + 3 * 4
-    deadline_s = time.monotonic() + SUSPENDED_S
+    deadline = Deadline(SUSPENDED_S)
     while awake := [one for one in processes if one.status() != psutil.STATUS_STOPPED]:
-        assert time.monotonic() < deadline_s, awake
+        assert deadline.left_s(), awake
         time.sleep(0.02)  # Slurm asks first, and stops them 2 s later
     lines = read_lines(tmp_path / STEPS_FILE)
     time.sleep(SUSPENDED_S)

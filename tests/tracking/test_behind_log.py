@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elaswave_plugin.tracking.async_log import AsyncLog
 from elaswave_plugin.tracking.events import read_lines
-from tests.idle import within
+from tests.idle import Deadline, within
 
 LINES = 3000
 PIPE_BYTES = 1 << 16
@@ -23,9 +23,9 @@ def test_lines_of_a_file_that_takes_none_come_later_and_in_order(tmp_path: Path)
         for number in range(LINES):
             log.emit("worker_ready", slot=number, incarnation=0)
     data = b""
-    deadline_s = time.monotonic() + 20
+    deadline = Deadline(20)
     while data.count(b"\n") < LINES:
-        assert time.monotonic() < deadline_s
+        assert deadline.left_s()
         try:
             data += os.read(reader, PIPE_BYTES)
         except BlockingIOError:

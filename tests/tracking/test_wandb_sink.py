@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.idle import Deadline
 from tests.tracking.wandb_files import history, run_ids
 
 pytest.importorskip("wandb")
@@ -45,9 +46,9 @@ def owner(folder: Path, first: int, last: int, end: str) -> subprocess.Popen[byt
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
+    deadline = Deadline(LIMIT_S)
     while not condition():
-        assert time.monotonic() < deadline_s, f"no {what} within {LIMIT_S:g} s"
+        assert deadline.left_s(), f"no {what} within {LIMIT_S:g} s"
         time.sleep(0.02)
 
 

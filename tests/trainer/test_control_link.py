@@ -27,7 +27,7 @@ from elaswave_plugin.trainer.control_link import SAY, TRAINER, ControlLink, dial
 from tests.agent.serving import SlotStore
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed
-from tests.idle import within
+from tests.idle import Deadline, within
 from tests.job_secret import SECRET
 
 LONG_S = 10.0
@@ -119,9 +119,9 @@ def test_what_is_said_without_a_link_is_said_once_there_is_one(agents: Agents) -
     agents.listen()
     agents.is_between_lives.set()
     agents.die()
-    deadline_s = time.monotonic() + LONG_S
+    deadline = Deadline(LONG_S)
     while not agents.link._is_down:
-        assert time.monotonic() < deadline_s
+        assert deadline.left_s()
         time.sleep(0.001)  # nothing tells that the end of a link was read
     agents.say(Release(epoch=1), Progress(text="save"), Release(epoch=2))
     agents.is_between_lives.clear()

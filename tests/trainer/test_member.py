@@ -28,6 +28,7 @@ from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
 from tests.agent.jobs import environment
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed
+from tests.idle import Deadline
 from tests.job_secret import SECRET
 
 LONG_S = 10.0
@@ -83,9 +84,9 @@ class Agent:
             mark = {"after": epoch, "before_step": before_step}
             detached = {"t": "start_detached", "view": to_json(view_of(9))}
             send_frame(self.sock, {**detached, "job_constants": mark})
-            deadline_s = time.monotonic() + LONG_S
+            deadline = Deadline(LONG_S)
             while (detached := self.member.join(FACTS, LONG_S)) and detached.job_constants != mark:
-                assert time.monotonic() < deadline_s
+                assert deadline.left_s()
                 self.hear()  # where nobody reads what it says, it stops at a full buffer
 
     def send_proposal(

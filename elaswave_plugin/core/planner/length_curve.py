@@ -82,7 +82,7 @@ class _Curve:
         slots = np.array([one.slot for one in passes])
         tokens = np.array([one.tokens for one in passes], dtype=np.float64)
         seconds = np.array([one.seconds for one in passes])
-        self._longest = float(tokens.max())
+        self._longest = float(np.max(tokens))
         factors = np.ones(len(passes))
         for _ in range(_ROUNDS):
             self._terms = _fitted(tokens / self._longest, seconds / factors)
@@ -108,7 +108,7 @@ def _fitted(lengths: _Floats, seconds: _Floats) -> _Floats:
             terms[kept] = np.linalg.lstsq(products[np.ix_(kept, kept)], sums[kept], rcond=None)[0]
             error = float(terms @ products @ terms - 2 * terms @ sums)
             # Prefer fewer terms if more of them explain nothing.
-            if terms.min() >= 0 and error < least - 1e-9:
+            if np.min(terms) >= 0 and error < least - 1e-9:
                 best, least = terms, error
     return best
 

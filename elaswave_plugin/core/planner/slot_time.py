@@ -138,7 +138,7 @@ class _Run:
     def end(self) -> float:
         """Return when the last of the stages has reduced its gradients."""
         return max(
-            float(free.max()) + time.reduce_s
+            float(np.max(free)) + time.reduce_s
             for free, time in zip(self.free, self.times, strict=True)
         )
 

@@ -5,16 +5,24 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS
 from tests.faults.harness import JobSpec, Outcome
 
 REPOSITORY = os.environ.get("MEGATRON_LM_PATH", "")
 # `make megatron-lm` runs what has it; without a checkout it is skipped (tests/conftest.py).
 needs_repository = pytest.mark.checkout
+# Whether the records of Megatron-LM's scripts are for the installed megatron-core.
+SCRIPTS_FIT = SpecifierSet(SCRIPTS).contains(version("megatron-core"))
+needs_scripts = pytest.mark.skipif(
+    not SCRIPTS_FIT, reason="Megatron-LM's scripts are carried with an earlier megatron-core only"
+)
 PRELOAD = ("torch", "numpy", "pydantic", "tests.adapters.megatron_lm.preload")
 # Beside megatron/core, which the wheel has, with its C++ helpers built.
 _PACKAGES = ("training", "legacy", "post_training", "rl")

@@ -6,6 +6,9 @@ from megatron.core import num_microbatches_calculator as calculator
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
+from tests.adapters.megatron_lm.harness import needs_scripts
+
+pytestmark = needs_scripts
 
 
 def consume(args: argparse.Namespace, samples: int) -> int:

@@ -9,7 +9,9 @@ from megatron.core.transformer.moe.moe_utils import (
 
 from elaswave_plugin.adapters.megatron_lm import router_losses
 from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses, Rows
+from tests.adapters.megatron_lm.harness import needs_scripts
 
+pytestmark = needs_scripts
 LAYERS = 2
 
 
