@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from train_accelerate import build_model, collate
 from train_deepspeed import TextDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 
 @dataclass
@@ -34,7 +35,8 @@ def main() -> None:
         train_dataset=TextDataset(own.text, own.seq_length, own.limit),
         data_collator=collate,
     )
-    trainer.train()
+    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.deepspeed.call_mutants import CALLS, call_mutants
 from tests.faults.harness import ROOT, SCRIPT
 from tests.faults.mutants import Mutant, mutants
-from tests.faults.replacements import TRAINS
+from tests.faults.replacements import RAISES, REFUSED, TRAINS
 
 PAGE = ROOT / "docs" / "wrong_lines.md"
 HEAD = """\
@@ -15,11 +15,11 @@ HEAD = """\
 
 Each of the ten lines that `examples/train_gpt.py` marks, and each call of
 `elaswave_plugin.deepspeed`, left out, moved or written otherwise, one at a time. Two workers train,
-one is killed in step 3. "Trains right": the ledger is exact, the loss is survived, and losses,
+one is killed in step 3. *Trains right*: the ledger is exact, the loss is survived, and losses,
 norms, weights and optimizer state have the bits of the script as it is (DeepSpeed: of its run in
-which the same worker leaves as planned). "Refused": one sentence in the first step at the latest
-(or when the line is first reached), exit code 2. "Its own error": the traceback of Python or a
-framework once, exit code 1. No worker is started again in either. "Nothing attached": the script
+which the same worker leaves as planned). *A sentence alone*: it refuses the job in the first step
+at the latest (or when the line is first reached), exit code 2. *Error*: the traceback of Python or
+a framework once, exit code 1. No worker is started again in either. *Nothing attached*: the script
 trains unprotected, and one line at its first step says so and what it lacks.
 
 This page is printed by `python -m tests.faults.mutants_page`, and every row is run by
@@ -48,13 +48,17 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
     }
     ordered = sorted(ones, key=lambda one: one.line)
     for line, of_line in groupby(ordered, key=lambda one: one.line):
-        rows = "\n".join(map(_row, of_line))
-        yield f"## {line}. `{marked[line]}`\n\n| line | end | says |\n|---|---|---|\n{rows}\n\n"
+        found = list(of_line)
+        right = ", ".join(one.change for one in found if one.end == TRAINS)
+        rows = "".join(f"| {one.change} | {_end(one)} |\n" for one in found if one.end != TRAINS)
+        told = f"Trains right: {right}.\n\n" if right else ""
+        yield f"## {line}. `{marked[line]}`\n\n{told}| line | end |\n|---|---|\n{rows}\n"
 
 
-def _row(one: Mutant) -> str:
-    says = "" if one.end == TRAINS else f"`{one.words.rstrip(': (')}`"
-    return f"| {one.change} | {one.end} | {says} |"
+def _end(one: Mutant) -> str:
+    """The end, of a refusal its words alone."""
+    words = f"`{one.words.rstrip(': (')}`"
+    return {REFUSED: "", RAISES: "error: "}.get(one.end, f"{one.end}: ") + words
 
 
 if __name__ == "__main__":

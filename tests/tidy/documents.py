@@ -201,15 +201,15 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
 
     return (
         (ARCHITECTURE, "rooms", room_pages.rooms_table),
-        (function_index.PAGE, function_index.NAME, function_index.functions_table),
+        (function_index.PAGE, function_index.NAME, function_index.functions_list),
         (SETTINGS, "settings", settings_table),
         (SETTINGS, "phases", phases_table),
         (LATENCY, "latency", latency_table),
         (STEP_STATE, "step state", step_state_table),
         (LIMITS, "features", features.features_table),
-        (LIMITS, "megatron-core", refused.megatron_table),
-        (LIMITS, "megatron-lm", refused.megatron_lm_table),
-        (LIMITS, "deepspeed", refused.deepspeed_table),
+        (LIMITS, "megatron-core", refused.megatron_list),
+        (LIMITS, "megatron-lm", refused.megatron_lm_list),
+        (LIMITS, "deepspeed", refused.deepspeed_list),
         (PROOFS, "matrices", proofs.matrix_table),
         (PROOFS, "matrix results", proofs.results_line),
         *(

@@ -12,15 +12,14 @@ NAME = "functions"
 _NAMED = re.compile(r"`(?:([A-Z]\w+)\.)?(\w+)\(\)`")
 
 
-def functions_table() -> str:
-    """Write the table: each function that the page names before the index, with its files."""
+def functions_list() -> str:
+    """Write the list: each file, with the functions in it that the page names before the index."""
     text = PAGE.read_text("utf-8").partition(f"<!-- {NAME}:")[0]
-    lines = ["| function | file |", "|---|---|"]
+    found: dict[str, list[str]] = {}
     for owner, function in dict.fromkeys(_NAMED.findall(text)):
-        paths = files_of(owner, function)
-        if paths:
-            shown = f"{owner}.{function}()" if owner else f"{function}()"
-            lines.append(f"| `{shown}` | {', '.join(f'`{path}`' for path in paths)} |")
+        for path in files_of(owner, function):
+            found.setdefault(path, []).append(f"{owner}.{function}()" if owner else f"{function}()")
+    lines = [f"- `{path}`: {', '.join(f'`{one}`' for one in found[path])}" for path in sorted(found)]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """Tables of what the fault tests prove: cases of the matrices, and what each test declares."""
 
 import json
+from collections import Counter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,6 +19,8 @@ FRAMEWORKS = (
     ("adapters/megatron_lm/", "Megatron-LM"),
     ("rehearsal/", "rehearsals"),
 )
+# Of agents and launchers, whose trainers train nothing.
+_TITLES = {"none": "without a framework"}
 
 
 def matrix_table() -> str:
@@ -56,26 +59,28 @@ def results_line() -> str:
 
 
 def declared_table() -> str:
-    """Declarations of all fault tests, by fault, promise and framework."""
-    rows: dict[tuple[int, int, str], list[Case]] = {}
-    kinds, promises = [str(one) for one in Kind], [str(one) for one in Promise]
+    """Declarations of all fault tests: an item a fault, by framework and promise, with its files."""
+    found: dict[tuple[str, str], list[Case]] = {}
     for case in declared():
         if case.proof is not None:
-            place = kinds.index(case.proof.kind), promises.index(case.proof.promise)
-            rows.setdefault((*place, framework_of(case.file)), []).append(case)
-    lines = [
-        "| fault | promise | of | slots | moments | cases | in |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (kind, promise, framework), cases in sorted(rows.items()):
-        proofs = [case.proof for case in cases if case.proof is not None]
-        slots = {word for proof in proofs for word in proof.victim.split()}
-        moments = {word.split(":")[-1] for proof in proofs for word in proof.moment.split()}
-        files = {PurePath(case.file).stem.removeprefix("test_") for case in cases}
-        found = (", ".join(sorted(one)) for one in (slots, moments))
-        cells = (kinds[kind], promises[promise], framework, *found, str(len(cases)))
-        lines.append("| " + " | ".join((*cells, ", ".join(sorted(files)))) + " |")
+            found.setdefault((case.proof.kind, framework_of(case.file)), []).append(case)
+    lines = [f"- *{one.name.lower()}*: {one}" for one in Promise]
+    lines += [""]
+    for kind in Kind:
+        parts = [
+            f"{_TITLES.get(framework, framework)}: {_counts(found[kind, framework])}"
+            for framework in sorted({framework for other, framework in found if other == kind})
+        ]
+        lines.append(f"- **{kind}.** {'. '.join(parts)}.")
     return "\n".join(lines)
+
+
+def _counts(cases: list[Case]) -> str:
+    """Say how many cases have each promise, and in which files they are."""
+    kept = Counter(case.proof.promise for case in cases if case.proof is not None)
+    counts = [f"*{one.name.lower()}* {kept[one]}" for one in Promise if kept[one]]
+    files = {PurePath(case.file).stem.removeprefix("test_") for case in cases}
+    return f"{', '.join(counts)} (`{' '.join(sorted(files))}`)"
 
 
 def framework_of(file: str) -> str:

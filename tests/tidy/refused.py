@@ -1,53 +1,64 @@
-"""Tables of what is refused by its setting, read from the tables that refuse it."""
+"""Lists of what is refused by its setting, by reason, read from the tables that refuse it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import Any
 
 from elaswave_plugin.adapters import deepspeed_settings, megatron_lm_settings, megatron_settings
-from elaswave_plugin.adapters.answers import Answer, Setting
+from elaswave_plugin.adapters.answers import Answer
 
 OWNERS = (
-    ("ddp", "DistributedDataParallelConfig"),
-    ("model", "TransformerConfig"),
-    ("experts", "TransformerConfig, mixtures of experts"),
+    ("ddp", "Of DistributedDataParallelConfig"),
+    ("model", "Of TransformerConfig"),
+    ("experts", "Of TransformerConfig, in mixtures of experts"),
 )
 
 
-def megatron_table() -> str:
-    """Settings of Megatron-Core."""
-    rows = (
-        (
-            f"`{one.name}`",
-            dict(OWNERS)[one.of],
-            _values(one),
-            "all" if one.since == "0.16" else one.since,
-            one.says,
+def megatron_list() -> str:
+    """Settings of Megatron-Core, by the class that has them."""
+    settings = megatron_settings.settings()
+    return "\n\n".join(
+        f"{owner}:\n\n"
+        + _by_reason(
+            (f"{_valued(one.name, one.carried)}{_of_versions(one.since)}", one.says)
+            for one in settings
+            if one.of == key
         )
-        for one in megatron_settings.settings()
+        for key, owner in OWNERS
     )
-    return _table(("setting", "of", "supported", "versions", "why, and what to do"), rows)
 
 
-def megatron_lm_table() -> str:
-    """Arguments of Megatron-LM's scripts, from the best answer to the worst."""
-    order = list(Answer)
-    settings = sorted(megatron_lm_settings.settings(), key=lambda one: order.index(one.answer))
-    rows = ((f"`{one.option}`", _values(one), str(one.answer), one.says) for one in settings)
-    return _table(("argument", "carried", "any other value is", "what is done, or to do"), rows)
+def megatron_lm_list() -> str:
+    """Arguments of Megatron-LM's scripts, by the answer to any other value."""
+    settings = megatron_lm_settings.settings()
+    return "\n\n".join(
+        f"Any other value is *{answer}*:\n\n"
+        + _by_reason(
+            (_valued(one.option, one.carried), one.says) for one in settings if one.answer == answer
+        )
+        for answer in Answer
+        if any(one.answer == answer for one in settings)
+    )
 
 
-def deepspeed_table() -> str:
+def deepspeed_list() -> str:
     """Keys of a DeepSpeed configuration."""
-    rows = (
-        (f"`{key}`", " or ".join(f"`{value!r}`" for value in values), advice)
-        for key, values, advice in deepspeed_settings.CARRIED
+    return _by_reason(
+        (_valued(key, values), advice) for key, values, advice in deepspeed_settings.CARRIED
     )
-    return _table(("key", "supported", "what to do"), rows)
 
 
-def _values(setting: Setting) -> str:
-    return " or ".join(f"`{one!r}`" for one in setting.carried)
+def _valued(name: str, carried: tuple[Any, ...]) -> str:
+    values = " or ".join(f"`{one!r}`" for one in carried)
+    return f"`{name}={carried[0]!r}`" if len(carried) == 1 else f"`{name}` ({values})"
 
 
-def _table(titles: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [titles, ("---",) * len(titles), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _of_versions(since: str) -> str:
+    return "" if since == "0.16" else f" ({since})"
+
+
+def _by_reason(rows: Iterable[tuple[str, str]]) -> str:
+    """An item a reason, with all that it is for."""
+    found: dict[str, list[str]] = {}
+    for name, says in rows:
+        found.setdefault(says, []).append(name)
+    return "\n".join(f"- {', '.join(names)}: {says}" for says, names in found.items())

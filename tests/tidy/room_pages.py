@@ -39,9 +39,9 @@ def arrows_of(room: str) -> list[str]:
 
 
 def rooms_table() -> str:
-    """Write the table of all rooms, with the purpose of each."""
+    """Write the table of the rooms that lie in no other one; READMEs have those within."""
     lines = ["| room | what it holds |", "|---|---|"]
-    for room in sorted(ROOMS):
+    for room in sorted(room for room in ROOMS if "/" not in room):
         path = f"{room}/" if room in FOLDERS else f"{room}.py"
         purpose = _purpose(room) if room in FOLDERS else _first_line(PACKAGE / f"{room}.py")
         lines.append(f"| `{path}` | {purpose} |")
