@@ -50,15 +50,15 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
     for line, of_line in groupby(ordered, key=lambda one: one.line):
         found = list(of_line)
         right = ", ".join(one.change for one in found if one.end == TRAINS)
-        rows = "".join(f"| {one.change} | {_end(one)} |\n" for one in found if one.end != TRAINS)
-        told = f"Trains right: {right}.\n\n" if right else ""
-        yield f"## {line}. `{marked[line]}`\n\n{told}| line | end |\n|---|---|\n{rows}\n"
+        items = [f"- Trains right: {right}."] if right else []
+        items += [f"- {one.change}: {_end(one)}" for one in found if one.end != TRAINS]
+        yield f"## {line}. `{marked[line]}`\n\n" + "\n".join(items) + "\n\n"
 
 
 def _end(one: Mutant) -> str:
     """The end, of a refusal its words alone."""
     words = f"`{one.words.rstrip(': (')}`"
-    return {REFUSED: "", RAISES: "error: "}.get(one.end, f"{one.end}: ") + words
+    return {REFUSED: "", RAISES: "error "}.get(one.end, f"{one.end}, ") + words
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
     from tests.tidy import features, function_index, proofs, refused, room_pages
 
     return (
-        (ARCHITECTURE, "rooms", room_pages.rooms_table),
+        (ARCHITECTURE, "rooms", room_pages.rooms_list),
         (function_index.PAGE, function_index.NAME, function_index.functions_list),
         (SETTINGS, "settings", settings_table),
         (SETTINGS, "phases", phases_table),

@@ -19,8 +19,8 @@ def functions_list() -> str:
     for owner, function in dict.fromkeys(_NAMED.findall(text)):
         for path in files_of(owner, function):
             found.setdefault(path, []).append(f"{owner}.{function}()" if owner else f"{function}()")
-    lines = [f"- `{path}`: {', '.join(f'`{one}`' for one in found[path])}" for path in sorted(found)]
-    return "\n".join(lines)
+    named = ((path, ", ".join(f"`{one}`" for one in found[path])) for path in sorted(found))
+    return "\n".join(f"- `{path}`: {functions}" for path, functions in named)
 
 
 def files_of(owner: str, function: str) -> list[str]:

@@ -59,7 +59,7 @@ def results_line() -> str:
 
 
 def declared_table() -> str:
-    """Declarations of all fault tests: an item a fault, by framework and promise, with its files."""
+    """Declarations of all fault tests: an item a fault, by framework, with promises and files."""
     found: dict[tuple[str, str], list[Case]] = {}
     for case in declared():
         if case.proof is not None:
@@ -80,7 +80,7 @@ def _counts(cases: list[Case]) -> str:
     kept = Counter(case.proof.promise for case in cases if case.proof is not None)
     counts = [f"*{one.name.lower()}* {kept[one]}" for one in Promise if kept[one]]
     files = {PurePath(case.file).stem.removeprefix("test_") for case in cases}
-    return f"{', '.join(counts)} (`{' '.join(sorted(files))}`)"
+    return f"{', '.join(counts)} ({', '.join(f'`{one}`' for one in sorted(files))})"
 
 
 def framework_of(file: str) -> str:

@@ -38,13 +38,13 @@ def arrows_of(room: str) -> list[str]:
     return lines
 
 
-def rooms_table() -> str:
-    """Write the table of the rooms that lie in no other one; READMEs have those within."""
-    lines = ["| room | what it holds |", "|---|---|"]
+def rooms_list() -> str:
+    """Write the list of the rooms that lie in no other one; READMEs have those within."""
+    lines = []
     for room in sorted(room for room in ROOMS if "/" not in room):
         path = f"{room}/" if room in FOLDERS else f"{room}.py"
         purpose = _purpose(room) if room in FOLDERS else _first_line(PACKAGE / f"{room}.py")
-        lines.append(f"| `{path}` | {purpose} |")
+        lines.append(f"- `{path}`: {purpose}")
     return "\n".join(lines)
 
 
