@@ -84,13 +84,12 @@ def default_of(field: Mapping[str, Any]) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def settings_table() -> str:
-    """All settings as a table."""
-    lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
-    for key, field in schema().items():
-        cells = (f"`{key}`", kind_of(field), default_of(field), field["description"])
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+def settings_list() -> str:
+    """All settings: what each takes, its default, its meaning."""
+    return "\n".join(
+        f"- `{key}` ({kind_of(field)}; {default_of(field)}): {field['description']}"
+        for key, field in schema().items()
+    )
 
 
 def phases_table() -> str:
@@ -202,7 +201,7 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
     return (
         (ARCHITECTURE, "rooms", room_pages.rooms_list),
         (function_index.PAGE, function_index.NAME, function_index.functions_list),
-        (SETTINGS, "settings", settings_table),
+        (SETTINGS, "settings", settings_list),
         (SETTINGS, "phases", phases_table),
         (LATENCY, "latency", latency_table),
         (STEP_STATE, "step state", step_state_table),

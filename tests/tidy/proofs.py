@@ -40,7 +40,8 @@ def matrix_table() -> str:
             slots = {slot for case, _ in cases for slot in case}
             moments = list(dict.fromkeys(moment for _, case in cases for moment in case))
             span = f"{min(slots)} to {max(slots)}"
-            cells = (matrix.framework, lost, span, ", ".join(moments), promise, str(len(cases)))
+            kept = f"*{Promise(promise).name.lower()}*"
+            cells = (matrix.framework, lost, span, ", ".join(moments), kept, str(len(cases)))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -11,6 +11,8 @@ OWNERS = (
     ("model", "Of TransformerConfig"),
     ("experts", "Of TransformerConfig, in mixtures of experts"),
 )
+# The reason of an argument that sets a setting of Megatron-Core.
+ABOVE = "as the setting of Megatron-Core"
 
 
 def megatron_list() -> str:
@@ -30,10 +32,13 @@ def megatron_list() -> str:
 def megatron_lm_list() -> str:
     """Arguments of Megatron-LM's scripts, by the answer to any other value."""
     settings = megatron_lm_settings.settings()
+    above = {one.says for one in megatron_settings.settings()}
     return "\n\n".join(
         f"Any other value is *{answer}*:\n\n"
         + _by_reason(
-            (_valued(one.option, one.carried), one.says) for one in settings if one.answer == answer
+            (_valued(one.option, one.carried), ABOVE if one.says in above else one.says)
+            for one in settings
+            if one.answer == answer
         )
         for answer in Answer
         if any(one.answer == answer for one in settings)

@@ -310,9 +310,9 @@ def test_document_control_finds(found: list[str]) -> None:
 
 
 def test_generated_block_control_finds_a_change() -> None:
-    text = page("docs/settings.md").replace("| `seed` |", "| `sead` |")
-    assert documents.block_of(text, "settings") != documents.settings_table()
-    again = documents.with_block(text, "settings", documents.settings_table())
+    text = page("docs/settings.md").replace("- `seed` ", "- `sead` ")
+    assert documents.block_of(text, "settings") != documents.settings_list()
+    again = documents.with_block(text, "settings", documents.settings_list())
     assert again == page("docs/settings.md")
     with pytest.raises(ValueError, match="no block 'absent'"):
         documents.block_of(text, "absent")

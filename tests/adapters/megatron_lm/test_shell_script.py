@@ -17,14 +17,14 @@ PAGE = ROOT / "docs" / "megatron_lm.md"
 
 
 @proves(Kind.KILL, Promise.GOES_ON, victim="5", moment="10:backward")
-def test_the_line_of_the_page_survives_its_kill(tmp_path: Path) -> None:
+def test_the_line_of_the_page_survives_its_kill(script: Path, tmp_path: Path) -> None:
     (command,) = (one for one in commands_of(PAGE) if "pretrain_gpt_elastic.sh" in one)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", *shlex.split(command.partition(" ")[2])],
         cwd=tmp_path,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, "MEGATRON_LM_PATH": str(script.parent)},
         capture_output=True,
         text=True,
         timeout=500,
