@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.deepspeed.call_mutants import CALLS, call_mutants
 from tests.faults.harness import ROOT, SCRIPT
 from tests.faults.mutants import Mutant, mutants
-from tests.faults.replacements import RAISES, REFUSED, TRAINS
+from tests.faults.replacements import DETACHED, RAISES, REFUSED, TRAINS
 
 PAGE = ROOT / "docs" / "wrong_lines.md"
 HEAD = """\
@@ -18,8 +18,8 @@ Each of the ten lines that `examples/train_gpt.py` marks, and each call of
 one is killed in step 3. *Trains right*: the ledger is exact, the loss is survived, and losses,
 norms, weights and optimizer state have the bits of the script as it is (DeepSpeed: of its run in
 which the same worker leaves as planned). *A sentence alone*: it refuses the job in the first step
-at the latest (or when the line is first reached), exit code 2. *Error*: the traceback of Python or
-a framework once, exit code 1. No worker is started again in either. *Nothing attached*: the script
+at the latest (or when the line is first reached), exit code 2. *An error of its own*: the
+traceback of Python or a framework once, exit code 1. No worker is started again in either. *Nothing attached*: the script
 trains unprotected, and one line at its first step says so and what it lacks.
 
 This page is printed by `python -m tests.faults.mutants_page`, and every row is run by
@@ -50,15 +50,17 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
     for line, of_line in groupby(ordered, key=lambda one: one.line):
         found = list(of_line)
         right = ", ".join(one.change for one in found if one.end == TRAINS)
+        error = ", ".join(one.change for one in found if one.end == RAISES)
         items = [f"- Trains right: {right}."] if right else []
-        items += [f"- {one.change}: {_end(one)}" for one in found if one.end != TRAINS]
+        items += [f"- {one.change}: {_end(one)}" for one in found if one.end in (REFUSED, DETACHED)]
+        items += [f"- An error of its own, once: {error}."] if error else []
         yield f"## {line}. `{marked[line]}`\n\n" + "\n".join(items) + "\n\n"
 
 
 def _end(one: Mutant) -> str:
-    """The end, of a refusal its words alone."""
+    """The words of a refusal; those of the line that says why nothing is attached."""
     words = f"`{one.words.rstrip(': (')}`"
-    return {REFUSED: "", RAISES: "error "}.get(one.end, f"{one.end}, ") + words
+    return words if one.end == REFUSED else f"{one.end}, {words}"
 
 
 if __name__ == "__main__":

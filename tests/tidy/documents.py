@@ -209,7 +209,7 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
         (LIMITS, "megatron-core", refused.megatron_list),
         (LIMITS, "megatron-lm", refused.megatron_lm_list),
         (LIMITS, "deepspeed", refused.deepspeed_list),
-        (PROOFS, "matrices", proofs.matrix_table),
+        (PROOFS, "matrices", proofs.matrix_list),
         (PROOFS, "matrix results", proofs.results_line),
         *(
             (room_pages.page_of(room), "map", partial(room_pages.map_of, room))

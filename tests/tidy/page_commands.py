@@ -244,8 +244,9 @@ def commands_of(path: Path) -> Iterator[str]:
         lines = [line[1:] for line in text.splitlines() if line.startswith("#")]
         yield from _in_lines("\n".join(lines))
         return
-    for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        yield from _in_lines(block)
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if not language:
+            yield from _in_lines(block)
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n", outside):
         yield from INLINE.findall(" ".join(paragraph.split()))

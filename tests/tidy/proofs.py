@@ -19,18 +19,17 @@ FRAMEWORKS = (
     ("adapters/megatron_lm/", "Megatron-LM"),
     ("rehearsal/", "rehearsals"),
 )
+# Of more files than these a reader is told the number.
+MAX_FILES = 9
 # Of agents and launchers, whose trainers train nothing.
 _TITLES = {"none": "without a framework"}
 
 
-def matrix_table() -> str:
+def matrix_list() -> str:
     """Cases of `make matrix`, by what is lost, when, and what is promised then."""
     from tests.matrix import MATRICES
 
-    lines = [
-        "| matrix | lost | slots | moment | promise | cases |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for matrix in MATRICES:
         rows: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[str, ...]]]] = {}
         for spec in matrix.cases:
@@ -41,8 +40,8 @@ def matrix_table() -> str:
             moments = list(dict.fromkeys(moment for _, case in cases for moment in case))
             span = f"{min(slots)} to {max(slots)}"
             kept = f"*{Promise(promise).name.lower()}*"
-            cells = (matrix.framework, lost, span, ", ".join(moments), kept, str(len(cases)))
-            lines.append("| " + " | ".join(cells) + " |")
+            struck = f"{lost}, slots {span}, in {', '.join(moments)}"
+            lines.append(f"- {matrix.framework}: {struck}: {kept} {len(cases)}")
     return "\n".join(lines)
 
 
@@ -81,7 +80,8 @@ def _counts(cases: list[Case]) -> str:
     kept = Counter(case.proof.promise for case in cases if case.proof is not None)
     counts = [f"*{one.name.lower()}* {kept[one]}" for one in Promise if kept[one]]
     files = {PurePath(case.file).stem.removeprefix("test_") for case in cases}
-    return f"{', '.join(counts)} ({', '.join(f'`{one}`' for one in sorted(files))})"
+    named = ", ".join(f"`{one}`" for one in sorted(files))
+    return f"{', '.join(counts)} ({named if len(files) <= MAX_FILES else f'{len(files)} files'})"
 
 
 def framework_of(file: str) -> str:

@@ -35,7 +35,8 @@ def test_the_test_that_runs_it_exists(test: str) -> None:
         ("```\nelaswave: worker 1 joins\n```\n", []),
         ("```\nA=1 elaswave run \\\n    --x 2 s.py\n```\n", ["A=1 elaswave run --x 2 s.py"]),
         ("Then `elaswave fly\nDIR` goes.\n", ["elaswave fly DIR"]),
-        ("```python\nelaswave run x\n```\n", []),
+        ("```python\nelaswave run x\n```\n\n```\nelaswave fly\n```\n", ["elaswave fly"]),
+        ("```json\n{}\n```\n\n```\nelaswave fly DIR\n```\n", ["elaswave fly DIR"]),
     ],
 )
 def test_a_command_is_found(text: str, commands: list[str], tmp_path: Path) -> None:
