@@ -170,42 +170,40 @@ class ElasticConfig(BaseModel):
 
     consistency: Literal["exact", "fast"] = Field(
         "exact",
-        description="exact: results are bit-identical to a run without losses, at the cost of"
-        " one more gradient bucket of memory, and with NCCL of sums made by copies and"
-        " additions; fast: the native reduction sums gradients, so their order, and the last"
-        " bits, change with the number of workers",
+        description="exact: results are bit-identical to a run without losses, at the cost of "
+        "one more gradient bucket of memory, and with NCCL of sums made by copies and "
+        "additions; fast: native sums, whose last bits change with the number of workers",
     )
     rehearse_first_step: Literal["stop", "continue", "off"] = Field(
         "stop",
-        description="exact mode: the job's first step is run once more before, each micro-batch"
-        " by another replica, and losses and gradients are compared before the update; on"
-        " GPUs one layer is run twice alike as well; if bits differ, stop: the job ends and"
-        " names what differs and which switch helps; continue: the job goes on in fast mode;"
-        " off: the step is run once",
+        description="exact mode: the first step is run once more before, each micro-batch by "
+        "another replica, and losses and gradients are compared; on GPUs one layer is run twice"
+        " alike as well; if bits differ, stop: the job ends and names what differs; continue: "
+        "it goes on in fast mode; off: the step is run once",
     )
     snapshots: bool = Field(
         True,
-        description="copy the optimizer state into shared memory after each step; without it"
-        " nothing is copied and a lost worker ends the job",
+        description="copy the optimizer state into shared memory after each step; without it "
+        "nothing is copied and a lost worker ends the job",
     )
     snapshot_copies: int = Field(
         1,
         ge=0,
         le=8,
-        description="copies of each snapshot with workers of other nodes; each takes the same"
-        " memory again, and k of them survive the loss of k nodes at once. Within a node none is"
-        " needed, since the memory of a snapshot outlives its worker",
+        description="copies of each snapshot with workers of other nodes; each takes the same "
+        "memory again, and k of them survive the loss of k nodes at once",
     )
     loss: Literal["tokens", "samples", "sum"] | None = Field(
         None,
-        description="what divides the losses, which weighs parts of a micro-batch after a loss of"
-        " workers: labels, samples, nothing; none: found by the values of a model's or a Trainer's",
+        description="what divides the losses, which weighs parts of a micro-batch after a loss "
+        "of workers: labels, samples, nothing; none: found by the values of a model's or a "
+        "Trainer's",
     )
     snapshot_interval: _IntervalText = Field(
         "auto",
-        description="steps from one copy of the state to the next; a loss takes back as many or"
-        " fewer, which are made again. Above 1 only with Megatron-Core, Megatron-LM and DeepSpeed's"
-        " pipelines; auto: 1, or more where steps wait for copies for a twentieth of them",
+        description="steps from one copy of the state to the next; a loss takes back as many. "
+        "Above 1 only with Megatron-Core, Megatron-LM and DeepSpeed's pipelines; auto: more "
+        "than 1 where steps wait for copies for a twentieth of them",
     )
     dir: Path | None = Field(
         None,
@@ -213,146 +211,136 @@ class ElasticConfig(BaseModel):
     )
     dump_state: Literal["never", "last", "every"] = Field(
         "never",
-        description="write parameters and optimizer state to DIR/state for outside comparison,"
-        " after the last step or after every step; every is slow and large",
+        description="write parameters and optimizer state to DIR/state for outside comparison, "
+        "after the last step or after every step; every is slow and large",
     )
     kill: tuple[_KillText, ...] = Field(
         (),
-        description="for tests: a fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]; PHASE is"
-        " backward by default (in save, the fault waits for the first byte); HOW is kill"
-        " (SIGKILL, the default), loop (an endless loop in Python), gil (blocked in C with"
-        " the interpreter's lock held) or stop (SIGSTOP)",
+        description="for tests: a fault SLOT[.INCARNATION]@STEP[:PHASE[:HOW]]; PHASE is backward"
+        " by default (in save, the fault waits for the first byte); HOW is kill (SIGKILL, the "
+        "default), loop (an endless loop in Python), gil (blocked in C with the interpreter's "
+        "lock held) or stop (SIGSTOP)",
     )
     change: tuple[_ChangeText, ...] = Field(
         (),
-        description="for tests: SLOT@STEP, the worker leaves before that step without being"
-        " killed, as a run to compare a kill with; +SLOT@STEP, a lost worker comes back"
-        " exactly before that step, and the others wait for it",
+        description="for tests: SLOT@STEP, the worker leaves before that step as planned; "
+        "+SLOT@STEP, a lost worker comes back exactly before that step, and the others wait for"
+        " it",
     )
     transfer_timeout_s: _Seconds = Field(
         60.0,
-        description="seconds for which the copy of a snapshot to a peer, or the fetch of a"
-        " shard in a recovery from all who hold it, may make no progress; after them the worker"
-        " counts as lost, however long a slow transfer takes as a whole",
+        description="seconds for which the copy of a snapshot, or the fetch of a shard from all "
+        "who hold it, may make no progress; after them the worker counts as lost",
     )
     require_secret: bool = Field(
         False,
-        description="a job on several nodes starts only where ELASWAVE_SECRET_FILE names the"
-        " file with its secret; else a node without one is given the secret by node 0"
-        " (docs/security.md)",
+        description="a job on several nodes starts only where ELASWAVE_SECRET_FILE names the "
+        "file with its secret (docs/security.md)",
     )
     quiesce_timeout_s: _Seconds = Field(
         30.0,
-        description="seconds that a survivor may take to stop its step after a proposed view; a"
-        " lower value removes stuck workers sooner, a higher one spares slow workers",
+        description="seconds that a survivor may take to stop its step after a proposed view; "
+        "lower removes stuck workers sooner",
     )
     respawn: int = Field(
         10,
         ge=0,
         le=1000,
-        description="times that the lost worker of a slot is started again on its node, beside"
-        " the training, and enters between two steps; 0: never, the job only shrinks",
+        description="times that the lost worker of a slot is started again on its node, and "
+        "enters between two steps; 0: never",
     )
     hang_timeout_s: _Seconds = Field(
         2.0,
-        description="a worker that makes no progress while others wait for it is killed early"
-        " enough that they work again within these seconds, or three times the median of the"
-        " phase if that is longer (0.4 s, at most a fifth, are left for the recovery); one that a"
-        " signal has stopped after 2 s in any phase; a lower value finds hangs sooner, a higher one"
-        " spares slow workers",
+        description="a worker that makes no progress while others wait for it is killed early "
+        "enough that they work again within these seconds, or three times the median of the "
+        "phase if that is longer; one that a signal has stopped after 2 s in any phase; lower "
+        "finds hangs sooner, higher spares slow workers",
     )
     hang_start_timeout_s: _Seconds = Field(
         60.0,
-        description="the same in seconds for what was not measured yet: the phases of the first"
-        " three steps, the first passes of an evaluation, and its work between two passes, if"
-        " hang_timeout_s is lower; while torch.compile compiles, up to half an hour, and the time"
-        " in which a compiler works for a worker does not count",
+        description="the same for what was not measured yet: the first three steps, the first "
+        "passes of an evaluation, and its work between two passes; while torch.compile "
+        "compiles, up to half an hour",
     )
     uninterruptible_timeout_s: _Seconds | None = Field(
         None,
-        description="seconds after which a worker is given up that hangs in a call of the kernel's"
-        " which no signal ends (state D), as on a file system that does not answer; none: it is"
-        " named in the log, and the others wait for it",
+        description="seconds after which a worker is given up that hangs in a call of the "
+        "kernel's which no signal ends (state D); none: it is named in the log, and the others "
+        "wait",
     )
     data_timeout_s: _Seconds = Field(
         30.0,
-        description="the same in seconds for the phase in which a step reads its data, if"
-        " hang_timeout_s is lower: storage may stall for all workers of a stage at once",
+        description="the same for the phase that reads data: storage may stall for all workers "
+        "of a stage at once",
     )
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",
-        description="how the micro-batches of a lost pipeline replica are run; redeal: all are"
-        " dealt again over every stage's live replicas; reroute: its peers take them over;"
-        " resize: every stage cuts the samples of a round evenly over its live replicas,"
-        " which sums in another order and so needs consistency fast; auto: the fastest in"
-        " simulation, resize in fast mode only",
+        description="how the micro-batches of a lost pipeline replica are run; redeal: dealt "
+        "again over every stage's live replicas; reroute: its peers take them over; resize: "
+        "every stage cuts the samples of a round evenly, which needs consistency fast; auto: "
+        "the fastest in simulation, resize in fast mode only",
     )
     move_layers: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="layers change pipeline stage after a loss, so that a stage with fewer"
-        " workers has fewer layers; auto: only if respawn is 0, since for a worker that"
-        " comes back soon they would move twice",
+        description="layers leave a pipeline stage with fewer workers after a loss; auto: only "
+        "if respawn is 0, since for a worker that comes back soon they would move twice",
     )
     split_backward: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="weight gradients are computed apart after a loss, to fill the bubbles of"
-        " the pipeline; results stay the same, activations are held longer; auto: if the"
-        " simulated step gains; never with more than 2,500 micro-batches x stages in a step",
+        description="weight gradients are computed apart after a loss, to fill bubbles; results "
+        "stay the same, activations are held longer; auto: if the simulated step gains; never "
+        "with more than 2,500 micro-batches x stages in a step",
     )
     activation_room: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None,
-        description="activation memory that a worker may use after a loss, in multiples of what"
-        " a worker of the first pipeline stage holds at launch; with 1 a plan always exists,"
-        " with more there may be a faster one; by default 1 on GPUs, and on CPUs one slot"
-        " more than the narrowest stage needs for it",
+        description="activation memory that a worker may use after a loss, in multiples of what "
+        "one of the first stage holds at launch; with 1 a plan always exists, with more there "
+        "may be a faster one; by default 1 on GPUs, on CPUs one slot more than the narrowest "
+        "stage needs",
     )
     memory_limit_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="GiB that a worker may hold by a plan in weights, gradients and optimizer"
-        " state, in a pipeline also in activations, as measured in the running job; a loss after"
-        " which nothing fits ends the job; none: in pipelines on GPUs the memory that the device"
-        " has for the job, else no limit",
+        description="GiB that a worker may hold by a plan in weights, gradients and optimizer "
+        "state, in a pipeline also in activations; a loss after which nothing fits ends the "
+        "job; none: in pipelines on GPUs what the device has for the job, else no limit",
     )
     slow_workers: Literal["act", "name"] = Field(
         "act",
-        description="reaction to a worker whose layers take 1.3 times as long as on the other"
-        " workers of its stage; act: it gets fewer micro-batches (with DeepSpeed samples), and"
-        " its stage fewer layers if these may move, as soon as that pays, and has them back if"
-        " steps got longer; name: only events and elaswave status report it",
+        description="reaction to a worker whose layers take 1.3 times as long as on the others "
+        "of its stage; act: it gets fewer micro-batches (with DeepSpeed samples), and its stage"
+        " fewer layers if these may move, as soon as that pays; name: only events and elaswave "
+        "status report it",
     )
     clocks: Literal["off", "nvml", "emulated"] = Field(
         "off",
-        description="the clocks of pipeline stages change after a loss: up if other stages wait"
-        " for this one, down if it waits; nvml: those of the GPUs, which needs the"
-        " permission to lock them; emulated: passes through the layers sleep, for tests on"
-        " CPUs",
+        description="the clocks of pipeline stages change after a loss: up if other stages wait "
+        "for this one, down if it waits; nvml: those of the GPUs, which needs the permission to"
+        " lock them; emulated: passes sleep, for tests on CPUs",
     )
     clock_table: _ClocksText = Field(
         "0.8 0.9 1 1.1",
-        description="clocks that a stage may be set to, relative to that of a whole layout; the"
-        " last one is the highest that the device has, so that jobs start below it",
+        description="clocks that a stage may be set to, relative to that of a whole layout; the "
+        "last one is the device's highest, so that jobs start below it",
     )
     power_cap_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None,
-        description="watts that all workers may draw together, each 100 + 800 times the third"
-        " power of its clock; none: the power that the workers of launch and reserve draw at"
-        " clock 1",
+        description="watts that all workers may draw together, each 100 + 800 times the third "
+        "power of its clock; none: what launch and reserve draw at clock 1",
     )
     gpu_engine: Literal["auto", "host", "nccl"] = Field(
         "auto",
-        description="transport of GPU tensors; nccl: NCCL, which needs one process per GPU;"
-        " host: the workers' own links, through host memory; auto: NCCL if that works, else"
-        " host",
+        description="transport of GPU tensors; nccl: NCCL, which needs one process per GPU; "
+        "host: the workers' own links, through host memory; auto: NCCL if that works, else host",
     )
     last_checkpoint_dir: Path | None = Field(
         None,
-        description="DeepSpeed: folder for a checkpoint that the engine writes before the job"
-        " ends because all workers are asked to leave; none: it writes none",
+        description="DeepSpeed: folder for a checkpoint that the engine writes before the job "
+        "ends because all workers are asked to leave; none: it writes none",
     )
     stop_after: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="steps after which the job ends as if they were all, for rehearsals; the"
-        " script's learning rates stay those of its whole run; none: the script's own number",
+        description="steps after which the job ends as if they were all, for rehearsals; the "
+        "script's learning rates stay those of its whole run",
     )
     seed: int | None = Field(
         None,

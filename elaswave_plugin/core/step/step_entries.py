@@ -19,8 +19,8 @@ class Entry(NamedTuple):
 
 
 _BOTH, _MEGATRON, _LM, _DEEPSPEED = "all", "Megatron-Core", "Megatron-LM", "DeepSpeed"
-_SEALED = "read from the newest seal that is complete"
-_GIVEN = "from a worker of the same part of the model"
+_SEALED = "from the newest complete seal"
+_GIVEN = "from a peer"
 _AT_ENTRY = "digest at its entry"
 
 _ROWS: tuple[tuple[str, ...], ...] = (
@@ -41,9 +41,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "what the loop's body changed in trained weights",
         "all",
-        "copied before the step begins, and before its first pass, installed on top of the seal; "
-        "refused for float32 "
-        "masters and moments, in ZeRO-3, and after layers have moved",
+        "copied before the step and its first pass, installed on top of the seal; refused for "
+        "float32 masters and moments, in ZeRO-3, and after layers have moved",
         _GIVEN,
         _AT_ENTRY,
         "the trained weights",
@@ -117,9 +116,8 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "generators of torch, its device, NumPy and Python",
         _DEEPSPEED,
-        "put back; torch is keyed by step and first sample. After a loss shares are larger, and "
-        "draws for a share differ from those of the undisturbed run. What an item of a dataset "
-        "draws follows from its place in the data",
+        "put back; torch is keyed by step and first sample, an item of a dataset by its place; "
+        "larger shares after a loss draw otherwise",
         "from a survivor",
         "-",
         "the random generators",
