@@ -1,6 +1,7 @@
 """Prints the page of mutants: `python -m tests.faults.mutants_page > PAGE`."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from tests.faults.mutants import Mutant, mutants
 from tests.faults.replacements import DETACHED, RAISES, REFUSED, TRAINS
 
 PAGE = ROOT / "docs" / "wrong_lines.md"
+# Of a line that is moved; the head of the page says it once.
+STEP = " by one statement"
 HEAD = """\
 # What a wrong line does
 
 Each of the ten lines that `examples/train_gpt.py` marks, and each call of
-`elaswave_plugin.deepspeed`, left out, moved or written otherwise, one at a time. Two workers train,
+`elaswave_plugin.deepspeed`, left out, moved by one statement or written otherwise, one at a time. Two workers train,
 one is killed in step 3. *Trains right*: the ledger is exact, the loss is survived, and losses,
 norms, weights and optimizer state have the bits of the script as it is (DeepSpeed: of its run in
 which the same worker leaves as planned). *A sentence alone*: it refuses the job in the first step
@@ -48,7 +51,7 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
     }
     ordered = sorted(ones, key=lambda one: one.line)
     for line, of_line in groupby(ordered, key=lambda one: one.line):
-        found = list(of_line)
+        found = [replace(one, change=one.change.removesuffix(STEP)) for one in of_line]
         right = ", ".join(one.change for one in found if one.end == TRAINS)
         error = ", ".join(one.change for one in found if one.end == RAISES)
         items = [f"- Trains right: {right}."] if right else []
