@@ -38,15 +38,7 @@ EXAMPLES = (
     ("seed", 1234),
     ("tensorboard", "out/tensorboard"),
 )
-PHASES = (
-    ("detect", "from the fault to the moment in which the survivors are told of a new view"),
-    ("agree", "each stops its step and answers; the agents commit the view"),
-    ("edit", "places and layers are planned, and every group is edited in place"),
-    ("move", "what to read is planned; weights come from own and others' seals, verified"),
-    ("rebind", "sizes, ranks and views in the framework follow; weights are written"),
-    ("verify", "weights are gathered where they are not in place; digests are compared"),
-    ("replay", "the interrupted step is done again; the optimizer state is read beside it"),
-)
+PHASES = ("detect", "agree", "edit", "move", "rebind", "verify", "replay")
 
 
 def schema() -> dict[str, dict[str, Any]]:
@@ -143,26 +135,24 @@ def ledger_now() -> str:
 
 
 def latency_table() -> str:
-    """The phases of a recovery: what happens in each, and what it took in the recorded runs."""
+    """The phases of a recovery, and what each took in the recorded runs."""
     flat, hybrid = (
         json.loads((ROOT / "benchmarks" / name).read_text("utf-8"))
         for name in ("recovery.json", "hybrid_recovery.json")
     )
     lines = [
-        "| phase | what happens | 4 workers, median and max, ms | 8 workers, median, ms |",
-        "|---|---|---|---|",
+        "| phase | 4 workers, median and max, ms | 8 workers, median, ms |",
+        "|---|---|---|",
     ]
-    for phase, what in PHASES:
+    for phase in PHASES:
         taken = [1e3 * row["phases_s"][phase] for row in flat["rows"]]
         among = 1e3 * hybrid["phases_s"][phase]
-        lines.append(
-            f"| `{phase}` | {what} | {median(taken):.1f}, {max(taken):.1f} | {among:.1f} |"
-        )
+        lines.append(f"| `{phase}` | {median(taken):.1f}, {max(taken):.1f} | {among:.1f} |")
     beyond = [
         f"{1e3 * result['beyond_step_s'][which]:.1f}"
         for result, which in ((flat, "median"), (flat, "max"), (hybrid, "median"))
     ]
-    total = "| all of it, less a step | from the fault to the next completed step |"
+    total = "| all of it, less a step |"
     lines.append(f"{total} {beyond[0]}, {beyond[1]} | {beyond[2]} |")
     return "\n".join(lines)
 

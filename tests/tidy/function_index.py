@@ -24,14 +24,11 @@ def functions_list() -> str:
 
 
 def files_of(owner: str, function: str) -> list[str]:
-    """Find the files that define a function, or a method of a class or of one named after it.
-
-    The verbs of `Framework` are those of each framework's own class as well.
-    """
+    """Find the files that define a function, or a method of a class."""
     found = [
         path
         for path, name, method in _definitions()
-        if method == function and (name == owner or (owner and name.endswith(owner)))
+        if method == function and name == owner
     ]
     if not found and owner:  # a method that the class inherits
         found = [path for path, name, method in _definitions() if method == function and name]

@@ -30,15 +30,19 @@ def megatron_list() -> str:
 
 
 def megatron_lm_list() -> str:
-    """Arguments of Megatron-LM's scripts, by the answer to any other value."""
+    """Arguments of Megatron-LM's scripts, by the answer to any other value.
+
+    Without those that are a setting of Megatron-Core by their name.
+    """
     settings = megatron_lm_settings.settings()
-    above = {one.says for one in megatron_settings.settings()}
+    core = megatron_settings.settings()
+    above, named = {one.says for one in core}, {f"--{one.name.replace('_', '-')}" for one in core}
     return "\n\n".join(
         f"Any other value is *{answer}*:\n\n"
         + _by_reason(
             (_valued(one.option, one.carried), ABOVE if one.says in above else one.says)
             for one in settings
-            if one.answer == answer
+            if one.answer == answer and not (one.says in above and one.option in named)
         )
         for answer in Answer
         if any(one.answer == answer for one in settings)
