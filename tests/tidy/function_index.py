@@ -25,11 +25,7 @@ def functions_list() -> str:
 
 def files_of(owner: str, function: str) -> list[str]:
     """Find the files that define a function, or a method of a class."""
-    found = [
-        path
-        for path, name, method in _definitions()
-        if method == function and name == owner
-    ]
+    found = [path for path, name, method in _definitions() if method == function and name == owner]
     if not found and owner:  # a method that the class inherits
         found = [path for path, name, method in _definitions() if method == function and name]
     return sorted(dict.fromkeys(found))
