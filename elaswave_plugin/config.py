@@ -258,9 +258,9 @@ class ElasticConfig(BaseModel):
     )
     hang_start_timeout_s: _Seconds = Field(
         60.0,
-        description="the same for what was not measured yet: the first three steps, the first "
-        "passes of an evaluation, and its work between two passes; while torch.compile "
-        "compiles, up to half an hour",
+        description="the same in seconds for what was not measured yet: the first three "
+        "steps, the first passes of an evaluation, and its work between two passes; while "
+        "torch.compile compiles, up to half an hour",
     )
     uninterruptible_timeout_s: _Seconds | None = Field(
         None,
@@ -270,8 +270,8 @@ class ElasticConfig(BaseModel):
     )
     data_timeout_s: _Seconds = Field(
         30.0,
-        description="the same for the phase that reads data: storage may stall for all workers "
-        "of a stage at once",
+        description="the same in seconds for the phase that reads data: storage may stall "
+        "for all workers of a stage at once",
     )
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
         "auto",
