@@ -33,6 +33,8 @@ MAX_README_LINES = 120
 # Of a room, beside its list: one line a file.
 MAX_ROOM_LINES = 10
 MAX_GLOSSARY_WORDS = 12
+# A thing is said once; elsewhere there is a link.
+MAX_WORDS_OF_DOCS = 40_000
 
 
 def page(name: str) -> str:
@@ -154,6 +156,12 @@ def test_glossary_is_short_and_readme_defines_each_word_before_its_use() -> None
     words = glossary_words()
     assert "worker" in words and len(words) <= MAX_GLOSSARY_WORDS
     assert undefined_findings(page("README.md"), words) == []
+
+
+def test_the_docs_say_things_once() -> None:
+    words = {path.name: len(path.read_text("utf-8").split()) for path in DOCS.glob("*.md")}
+    longest = sorted(words, key=lambda name: -words[name])[:5]
+    assert sum(words.values()) <= MAX_WORDS_OF_DOCS, f"shorten one of {longest}"
 
 
 def test_readme_has_the_lines_that_the_example_marks() -> None:
