@@ -25,19 +25,19 @@ def convoys(
     spec_of: Callable[..., JobSpec],
     *,
     most: int = 3,
-    group: int = 1,
+    victim: Callable[[Any], object] = lambda fault: fault.slot,
     first: int | None = None,
 ) -> list[Any]:
     """The cases of a parameter, an eighth of whose convoys is in each part.
 
     ``spec_of(*case)``: the launch of a case alone. A convoy has cases of one job with up to
-    ``most`` kills, each in another ``group`` of neighbouring slots, in an order that is drawn.
-    ``first``: the step of the first kill, if it is not its own. The first case stays alone.
+    ``most`` faults, each with another ``victim``, in an order that is drawn.
+    ``first``: the step of the first fault, if it is not its own. The first case stays alone.
     """
     every = [case if isinstance(case, tuple) else (case,) for case in cases]
     specs = [spec_of(*case) for case in every]
     found = {}
-    dealt = dealt_out(specs, most=most, group=group)
+    dealt = dealt_out(specs, most=most, victim=victim)
     for number, (convoy, drawn) in enumerate(zip(dealt, sampled(range(len(dealt))), strict=True)):
         for place, index in enumerate(convoy):
             mark = pytest.mark.convoy(number, place, specs[index], first)
@@ -45,11 +45,16 @@ def convoys(
     return [found[index] for index in range(len(every))]
 
 
-def dealt_out(specs: Sequence[JobSpec], *, most: int, group: int = 1) -> list[list[int]]:
+def dealt_out(
+    specs: Sequence[JobSpec],
+    *,
+    most: int,
+    victim: Callable[[Any], object] = lambda fault: fault.slot,
+) -> list[list[int]]:
     """The numbers of the cases of each convoy, in the order of their faults."""
     # By what is the same in every checkout.
-    dice = random.Random(repr([spec.kills for spec in specs]))
-    victims = [{parse_kill(kill).slot // group for kill in spec.kills} for spec in specs]
+    dice = random.Random(repr([tuple(map(str, spec.faults)) for spec in specs]))
+    victims = [{*map(victim, spec.faults)} for spec in specs]
     rest = list(range(1, len(specs)))
     dice.shuffle(rest)
     found = [[0]]
@@ -59,7 +64,7 @@ def dealt_out(specs: Sequence[JobSpec], *, most: int, group: int = 1) -> list[li
         rest.sort(key=lambda index: -max(counts[one] for one in victims[index]))
         convoy: list[int] = []
         for index in rest:
-            others = set[int]().union(*(victims[one] for one in convoy))
+            others = set[object]().union(*(victims[one] for one in convoy))
             is_alike = not convoy or job_of(specs[index]) == job_of(specs[convoy[0]])
             has_place = not convoy or len(others) + len(victims[index]) <= most
             if is_alike and has_place and others.isdisjoint(victims[index]):
@@ -72,20 +77,20 @@ def dealt_out(specs: Sequence[JobSpec], *, most: int, group: int = 1) -> list[li
 
 def job_of(spec: JobSpec) -> JobSpec:
     """The launch without faults."""
-    return replace(spec, kills=())
+    return spec.struck_by(())
 
 
 def joined(specs: Sequence[JobSpec], *, first: int | None = None) -> JobSpec:
-    """One launch with the kills of all, each in its own step: the next that has such a phase."""
+    """One launch with the faults of all, each in its own step: the next that has such a phase."""
     if len(specs) == 1:
         return specs[0]
-    kills: list[str] = []
-    step = parse_kill(specs[0].kills[0]).step if first is None else first
-    for kill in (parse_kill(kill) for spec in specs for kill in spec.kills):
-        step = specs[0].step_with(kill.phase, step)
-        kills.append(str(replace(kill, step=step)))
+    faults: list[Any] = []
+    step = specs[0].faults[0].step if first is None else first
+    for fault in (fault for spec in specs for fault in spec.faults):
+        step = specs[0].step_with(fault.phase, step)
+        faults.append(replace(fault, step=step))
         step += 1
-    return replace(specs[0], kills=tuple(kills))
+    return specs[0].struck_by(faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +118,24 @@ class Convoy:
         found = recoveries(self.run)
         return [event for kill in self.own for event in found[kill]]
 
-    def check(self, wanted: Trace, whole: Callable[[], None]) -> None:
+    def check(
+        self,
+        wanted: Trace,
+        whole: Callable[[], None],
+        struck: Callable[[Outcome], Mapping[str, int]] | None = None,
+    ) -> None:
         """Fail for a difference behind an own fault, skip for one behind an earlier fault.
 
         ``whole()`` raises AssertionError for what has no step: then all cases fail.
+        ``struck(run)``: where it is no recovery that shows that a fault struck, by fault the first
+        step that may differ behind it.
         """
-        kills, restored = self.run.spec.kills, self._restored
-        differs = first_difference(self.run.trace(), wanted, kills, restored)
-        check_case(self.own, kills, restored, differs, self.run.output[-2000:])
+        faults = self.run.spec.faults
+        found = self._restored if struck is None else struck(self.run)
+        differs = first_difference(self.run.trace(), wanted, faults, found)
+        check_case(self.own, faults, found, differs, self.run.output[-2000:])
         if differs is None:
             whole()
-            assert self.recovered
 
 
 def recoveries(run: Outcome) -> dict[str, list[dict[str, Any]]]:
@@ -142,52 +154,54 @@ def recoveries(run: Outcome) -> dict[str, list[dict[str, Any]]]:
 
 
 def first_difference(
-    ours: Trace, theirs: Trace, kills: Sequence[str], restored: Mapping[str, int]
+    ours: Trace, theirs: Trace, faults: Sequence[Any], struck: Mapping[str, int]
 ) -> int | None:
     """Return the first step that is missing or another one in ``ours``, or whose fault is missing.
 
     None if there is none.
     """
-    missing = {parse_kill(kill).step for kill in kills if kill not in restored}
+    missing = {fault.step for fault in faults if str(fault) not in struck}
     differing = {step for step in ours | theirs if ours.get(step) != theirs.get(step)}
     return min(missing | differing, default=None)
 
 
-def blamed(kills: Sequence[str], restored: Mapping[str, int], differs: int) -> str:
+def blamed(faults: Sequence[Any], struck: Mapping[str, int], differs: int) -> str:
     """Return the fault behind which the first difference stands, else the first one.
 
-    ``kills``: in the order of their steps; ``restored``: the step to which the run rolled back, of
-    those that it recovered from; ``differs``: the first step that is another one.
+    ``faults``: in the order of their steps; ``struck``: of those that struck, the step to which the
+    run rolled back; ``differs``: the first step that is another one.
     """
-    steps = {kill: min(parse_kill(kill).step, restored.get(kill, differs)) for kill in kills}
-    return [kill for kill in kills if kill == kills[0] or steps[kill] <= differs][-1]
+    steps = {str(fault): min(fault.step, struck.get(str(fault), differs)) for fault in faults}
+    first, *_ = steps
+    return [fault for fault in steps if fault == first or steps[fault] <= differs][-1]
 
 
 def check_case(
     own: Sequence[str],
-    kills: Sequence[str],
-    restored: Mapping[str, int],
+    faults: Sequence[Any],
+    struck: Mapping[str, int],
     differs: int | None,
     output: str = "",
 ) -> None:
     """Fail if one of the ``own`` faults is to blame, skip if an earlier one is."""
     if differs is None:
         return
-    fault = blamed(kills, restored, differs)
-    said = f"another run from step {differs} on, after {fault} of {' '.join(kills)}"
+    order = [*map(str, faults)]
+    fault = blamed(faults, struck, differs)
+    said = f"another run from step {differs} on, after {fault} of {' '.join(order)}"
     assert fault not in own, f"{said}\n{output}"
-    if kills.index(fault) < kills.index(own[0]):
+    if order.index(fault) < order.index(own[0]):
         pytest.skip(f"not run: {said}; name the case by :: to run it alone")
 
 
 def verdicts(run: Outcome, check: Callable[[Convoy], None]) -> list[str]:
     """Tell what becomes of a case of each fault of a run: for negative controls."""
     found = []
-    for kill in run.spec.kills:
+    for fault in map(str, run.spec.faults):
         try:
-            check(Convoy(run, (kill,)))
+            check(Convoy(run, (fault,)))
         except AssertionError as error:
-            found.append("fails" if f"after {kill} of" in str(error) else str(error))
+            found.append("fails" if f"after {fault} of" in str(error) else str(error))
         except pytest.skip.Exception:
             found.append("not run")
         else:
@@ -205,15 +219,13 @@ def played() -> Runs:
 def convoy(request: pytest.FixtureRequest, run: Callable[[Any], Outcome], played: Runs) -> Convoy:
     """The convoy of the selected cases that the asking one is of; it is run once."""
     test = request.node.nodeid.partition("[")[0]
-    number, _, own, first = request.node.get_closest_marker("convoy").args
+    number, place, spec, first = request.node.get_closest_marker("convoy").args
     same = [item for item in request.session.items if item.nodeid.partition("[")[0] == test]
     marks = [mark.args for item in same for mark in item.iter_markers("convoy")]
     specs = {place: spec for convoy, place, spec, _ in marks if convoy == number}
     if (test, number) not in played:
         cases = [spec for _, spec in sorted(specs.items(), key=lambda one: one[0])]
         played[test, number] = run(joined(cases, first=first))
-    struck = played[test, number].spec.kills
-    victims = {parse_kill(kill).slot for kill in own.kills}
-    return Convoy(
-        played[test, number], tuple(kill for kill in struck if parse_kill(kill).slot in victims)
-    )
+    before = sum(len(specs[one].faults) for one in specs if one < place)
+    own = played[test, number].spec.faults[before : before + len(spec.faults)]
+    return Convoy(played[test, number], tuple(map(str, own)))

@@ -180,6 +180,15 @@ class JobSpec:
         spec = replace(self, kills=(), changes=(), lost_trainers=(), lost_nodes=(), joiners=0)
         return replace(spec, awaits=(), sabotage="", respawn=0) if spec.awaits else spec
 
+    @property
+    def faults(self) -> tuple[Any, ...]:
+        """The kills; each fault is a dataclass with a ``step``, a ``phase`` and a text."""
+        return tuple(map(parse_kill, self.kills))
+
+    def struck_by(self, faults: Sequence[Any]) -> Self:
+        """The same job with these faults."""
+        return replace(self, kills=tuple(map(str, faults)))
+
     def step_with(self, phase: str, first: int) -> int:
         """The first step from ``first`` on in which a worker is in this phase."""
         return first

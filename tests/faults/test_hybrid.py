@@ -35,7 +35,7 @@ from tests.sample import sampled
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
     "spec",
-    convoys(single_losses(), lambda spec: spec, most=2, group=2),
+    convoys(single_losses(), lambda spec: spec, most=2, victim=lambda kill: kill.slot // 2),
     ids=lambda spec: spec.kills[0],
 )
 def test_any_worker_of_tp_pp_dp(convoy: Convoy, reference: Reference, spec: JobSpec) -> None:

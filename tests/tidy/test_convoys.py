@@ -8,7 +8,8 @@ import pytest
 from tests.convoys import blamed, check_case, dealt_out, first_difference, job_of, joined
 from tests.faults.harness import JobSpec, Trace
 
-KILLS = ("0@2:data", "1@3:backward", "2@4:gather")
+NAMES = ("0@2:data", "1@3:backward", "2@4:gather")
+KILLS = JobSpec(kills=NAMES).faults
 RESTORED = {"0@2:data": 2, "1@3:backward": 3, "2@4:gather": 5}
 SPECS = [
     replace(base, kills=(f"{slot}@2:{phase}",))
@@ -31,12 +32,12 @@ def test_the_fault_behind_which_the_first_difference_stands_is_to_blame(
 ) -> None:
     """Its case fails, those before it pass, those behind it are not run."""
     differs = first_difference(trace(ours), trace("abcdef"), KILLS, RESTORED)
-    for own, kill in enumerate(KILLS):
+    for own, kill in enumerate(NAMES):
         if own == place:
             with pytest.raises(AssertionError, match=f"from step {differs} on, after {kill} of 0@"):
                 check_case((kill,), KILLS, RESTORED, differs)
         elif own > place:
-            with pytest.raises(pytest.skip.Exception, match=f"not run: .* after {KILLS[place]}"):
+            with pytest.raises(pytest.skip.Exception, match=f"not run: .* after {NAMES[place]}"):
                 check_case((kill,), KILLS, RESTORED, differs)
         else:
             check_case((kill,), KILLS, RESTORED, differs)
@@ -44,26 +45,26 @@ def test_the_fault_behind_which_the_first_difference_stands_is_to_blame(
 
 def test_an_equal_run_blames_nobody() -> None:
     assert first_difference(trace("abcdef"), trace("abcdef"), KILLS, RESTORED) is None
-    for kill in KILLS:
+    for kill in NAMES:
         check_case((kill,), KILLS, RESTORED, None)
 
 
 def test_a_fault_that_nobody_recovered_from_is_to_blame_in_an_equal_run() -> None:
-    without = {kill: step for kill, step in RESTORED.items() if kill != KILLS[1]}
+    without = {kill: step for kill, step in RESTORED.items() if kill != NAMES[1]}
     differs = first_difference(trace("abcdef"), trace("abcdef"), KILLS, without)
-    assert differs == 3 and blamed(KILLS, without, differs) == KILLS[1]
+    assert differs == 3 and blamed(KILLS, without, differs) == NAMES[1]
 
 
 def test_a_step_that_is_done_again_belongs_to_the_fault_behind_it() -> None:
-    assert blamed(KILLS, {**RESTORED, KILLS[1]: 2}, 2) == KILLS[1]
+    assert blamed(KILLS, {**RESTORED, NAMES[1]: 2}, 2) == NAMES[1]
 
 
 def test_a_case_of_two_faults_fails_for_each_and_is_not_run_behind_an_earlier_one() -> None:
     for differs in (3, 4):
-        with pytest.raises(AssertionError, match=f"after {KILLS[differs - 2]} of"):
-            check_case(KILLS[1:], KILLS, RESTORED, differs)
+        with pytest.raises(AssertionError, match=f"after {NAMES[differs - 2]} of"):
+            check_case(NAMES[1:], KILLS, RESTORED, differs)
     with pytest.raises(pytest.skip.Exception, match="not run"):
-        check_case(KILLS[1:], KILLS, RESTORED, 2)
+        check_case(NAMES[1:], KILLS, RESTORED, 2)
 
 
 def slots(kills: Sequence[str], group: int = 1) -> list[int]:
@@ -74,7 +75,7 @@ def slots(kills: Sequence[str], group: int = 1) -> list[int]:
 def test_each_case_is_in_one_convoy_of_its_job_with_other_victims(
     most: int, group: int, jobs: int
 ) -> None:
-    dealt = dealt_out(SPECS, most=most, group=group)
+    dealt = dealt_out(SPECS, most=most, victim=lambda kill: kill.slot // group)
     assert sorted(index for convoy in dealt for index in convoy) == list(range(len(SPECS)))
     assert dealt[0] == [0] and len(dealt) == jobs
     for convoy in dealt:
@@ -83,7 +84,7 @@ def test_each_case_is_in_one_convoy_of_its_job_with_other_victims(
         victims = slots([spec.kills[0] for spec in specs], group)
         assert len({*victims}) == len(victims) <= most
     # The same in every session, and in no order of slots.
-    assert dealt == dealt_out(SPECS, most=most, group=group)
+    assert dealt == dealt_out(SPECS, most=most, victim=lambda kill: kill.slot // group)
     assert any(sorted(convoy) != convoy for convoy in dealt)
 
 
