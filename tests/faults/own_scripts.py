@@ -1,5 +1,6 @@
 """Scripts as people write them: `examples/train_gpt.py` with what they change in a step's state."""
 
+import hashlib
 from pathlib import Path
 
 from tests.faults.harness import SCRIPT
@@ -26,9 +27,15 @@ def script(*changes: Change) -> str:
 
 
 def write(folder: Path, *changes: Change) -> str:
-    """The path of such a script in a folder."""
-    path = folder / "train_gpt.py"
-    path.write_text(script(*changes))
+    """The path of such a script, beside the folder of a test.
+
+    The same script has the same path in all tests: they have one reference.
+    """
+    text = script(*changes)
+    path = folder.parent / hashlib.sha256(text.encode()).hexdigest()[:16] / "train_gpt.py"
+    if not path.exists():
+        path.parent.mkdir()
+        path.write_text(text)
     return str(path)
 
 
