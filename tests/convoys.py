@@ -31,14 +31,17 @@ def convoys(
     """The cases of a parameter, an eighth of whose convoys is in each part.
 
     ``spec_of(*case)``: the launch of a case alone. A convoy has cases of one job with up to
-    ``most`` faults, each with another ``victim``, in an order that is drawn.
-    ``first``: the step of the first fault, if it is not its own. The first case stays alone.
+    ``most`` faults, each with another ``victim``, in an order that is drawn where they are in the
+    same step alone. ``first``: the step of the first fault, if it is not its own; then the order of
+    all is drawn. The first case stays alone.
     """
     every = [case if isinstance(case, tuple) else (case,) for case in cases]
     specs = [spec_of(*case) for case in every]
     found = {}
     dealt = dealt_out(specs, most=most, victim=victim)
     for number, (convoy, drawn) in enumerate(zip(dealt, sampled(range(len(dealt))), strict=True)):
+        if first is None:
+            convoy.sort(key=lambda index: specs[index].faults[0].step)
         for place, index in enumerate(convoy):
             mark = pytest.mark.convoy(number, place, specs[index], first)
             found[index] = pytest.param(*every[index], marks=[*drawn.marks, mark])
@@ -81,12 +84,17 @@ def job_of(spec: JobSpec) -> JobSpec:
 
 
 def joined(specs: Sequence[JobSpec], *, first: int | None = None) -> JobSpec:
-    """One launch with the faults of all, each in its own step: the next that has such a phase."""
+    """One launch with the faults of all, each in a step of its own that has such a phase.
+
+    That is the one that it has alone, or the next behind another fault.
+    """
     if len(specs) == 1:
         return specs[0]
     faults: list[Any] = []
     step = specs[0].faults[0].step if first is None else first
     for fault in (fault for spec in specs for fault in spec.faults):
+        if first is None:
+            step = max(step, fault.step)
         step = specs[0].step_with(fault.phase, step)
         faults.append(replace(fault, step=step))
         step += 1
@@ -122,17 +130,19 @@ class Convoy:
         self,
         wanted: Trace,
         whole: Callable[[], None],
-        struck: Callable[[Outcome], Mapping[str, int]] | None = None,
+        *,
+        ours: Trace | None = None,
+        struck: Mapping[str, int] | None = None,
     ) -> None:
         """Fail for a difference behind an own fault, skip for one behind an earlier fault.
 
         ``whole()`` raises AssertionError for what has no step: then all cases fail.
-        ``struck(run)``: where it is no recovery that shows that a fault struck, by fault the first
-        step that may differ behind it.
+        ``ours``: what is compared, if it is not the trace. ``struck``: where it is no recovery that
+        shows that a fault struck, by fault the first step that may differ behind it.
         """
-        faults = self.run.spec.faults
-        found = self._restored if struck is None else struck(self.run)
-        differs = first_difference(self.run.trace(), wanted, faults, found)
+        faults, found = self.run.spec.faults, self._restored if struck is None else struck
+        ours = self.run.trace() if ours is None else ours
+        differs = first_difference(ours, wanted, faults, found)
         check_case(self.own, faults, found, differs, self.run.output[-2000:])
         if differs is None:
             whole()

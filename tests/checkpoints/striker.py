@@ -105,8 +105,8 @@ class Kind:
     data: str
     # Statements that have a writer stay at HOLD's two points.
     holds: str
-    # Whether all of four workers' data is in a folder.
-    is_written: Callable[[Path], bool]
+    # Whether all data of so many workers is in a folder.
+    is_written: Callable[[Path, int], bool]
 
     def held(self, points: Mapping[int, str], directory: Path, limit_s: float = LIMIT_S) -> str:
         """Return the statements by which a worker's writers stay at these points of saves.
@@ -117,11 +117,11 @@ class Kind:
         return HOLD.format(number=self.number, **values) + self.holds
 
 
-def _has_every_shard(folder: Path) -> bool:
+def _has_every_shard(folder: Path, writers: int) -> bool:
     """Return whether every shard is whole: torch.save writes zip archives, whose end comes last."""
     files = [*folder.glob("*.pt")]
     shards = [file for file in files if file.name.endswith("optim_states.pt")]
-    return len(shards) == 4 and all(map(zipfile.is_zipfile, files))
+    return len(shards) == writers and all(map(zipfile.is_zipfile, files))
 
 
 MEGATRON = Kind(
@@ -130,7 +130,7 @@ MEGATRON = Kind(
     tracker="latest_checkpointed_iteration.txt",
     data=".distcp",
     holds=HOLD_MEGATRON,
-    is_written=lambda folder: (folder / "metadata.json").exists(),
+    is_written=lambda folder, writers: (folder / "metadata.json").exists(),
 )
 DEEPSPEED = Kind(
     folder="global_step{}",
@@ -145,17 +145,27 @@ TRACKER = MEGATRON.tracker
 
 @dataclass(slots=True)
 class Strike:
-    """One kill: in the save of this iteration, at this moment; what was seen then."""
+    """One kill: in the save of this step's number, at this moment; what was seen then."""
 
-    iteration: int
-    moment: str
+    step: int
+    phase: str
     slot: int
     pid: int = 0
     bytes_written: int = 0
     fired: bool = field(default=False)
 
+    def __str__(self) -> str:
+        return f"{self.slot}@{self.step}:{self.phase}"
 
-def plan(seed: int, iterations: Sequence[int], moments: Sequence[str], slots: int) -> list[Strike]:
+    @property
+    def has_struck(self) -> bool:
+        """True if there was something to tear."""
+        return self.fired and self.bytes_written > 0
+
+
+def plan(
+    seed: int, iterations: Sequence[int], moments: Sequence[str], slots: int
+) -> tuple[Strike, ...]:
     """A kill in each of these saves; never of the same worker twice in a row."""
     dice = random.Random(seed)
     strikes: list[Strike] = []
@@ -163,7 +173,7 @@ def plan(seed: int, iterations: Sequence[int], moments: Sequence[str], slots: in
         last = strikes[-1].slot if strikes else -1
         slot = dice.choice([slot for slot in range(slots) if slot != last])
         strikes.append(Strike(iteration, moments[number % len(moments)], slot))
-    return strikes
+    return tuple(strikes)
 
 
 class Striker:
@@ -173,6 +183,7 @@ class Striker:
         self._directory, self._saves, self._kind = directory, saves, kind
         self._events = Tail(directory / EVENTS_FILE)
         self._pids: dict[int, int] = {}
+        self._writers = 0
 
     def strike_all(self, strikes: Sequence[Strike], running: Callable[[], bool]) -> None:
         """Carry them out in order; ends with the job."""
@@ -185,10 +196,10 @@ class Striker:
                     time.sleep(POLL_S)  # the files are all that a job shows, and it needs the cores
                 else:
                     strike.pid = self._pids[strike.slot]
-                    strike.bytes_written = self._written(strike.iteration)
+                    strike.bytes_written = self._written(strike.step)
                     os.kill(strike.pid, signal.SIGKILL)
                     strike.fired = True
-                    (self._directory / f"struck-{strike.iteration}").touch()
+                    (self._directory / f"struck-{strike.step}").touch()
 
     def await_save(self, iteration: int, running: Callable[[], bool]) -> None:
         """Wait for the first bytes of a save."""
@@ -201,17 +212,20 @@ class Striker:
         for event in self._events.new():
             if event["kind"] == "worker_started":
                 self._pids[event["slot"]] = event["pid"]
+            if event["kind"] == "view_committed":
+                self._writers = len(event["ranks"])
 
     def _is_time(self, strike: Strike) -> bool:
-        if strike.slot not in self._pids or self._named() >= strike.iteration:
+        if strike.slot not in self._pids or self._named() >= strike.step:
             return False
-        if strike.moment == "open":
-            return self._written(strike.iteration) > 0 and self._is_open(strike)
-        if strike.moment == "named":
+        if strike.phase == "open":
+            return self._written(strike.step) > 0 and self._is_open(strike)
+        if strike.phase == "named":
             # Between the data and the tracker.
-            return any(map(self._kind.is_written, self._parts(strike.iteration)))
-        assert strike.moment == "exists"
-        return self._written(strike.iteration) > 0
+            parts = self._parts(strike.step)
+            return any(self._kind.is_written(part, self._writers) for part in parts)
+        assert strike.phase == "exists"
+        return self._written(strike.step) > 0
 
     def _named(self) -> int:
         with contextlib.suppress(OSError, IndexError):

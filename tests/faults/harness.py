@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, parse_kill
+from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, Kill, parse_kill
 from elaswave_plugin.observer.observer import (
     audit_samples,
     disagreeing_steps,
@@ -164,6 +164,8 @@ class JobSpec:
     reads: int = 1
     # Workers that join the job as soon as it has begun.
     joiners: int = 0
+    # Faults that are no kills: a test carries them out.
+    strikes: tuple[Any, ...] = ()
 
     @property
     def preload(self) -> tuple[str, ...]:
@@ -182,12 +184,14 @@ class JobSpec:
 
     @property
     def faults(self) -> tuple[Any, ...]:
-        """The kills; each fault is a dataclass with a ``step``, a ``phase`` and a text."""
-        return tuple(map(parse_kill, self.kills))
+        """The strikes, or the kills: dataclasses with a ``step``, a ``phase`` and a text."""
+        return self.strikes or tuple(map(parse_kill, self.kills))
 
     def struck_by(self, faults: Sequence[Any]) -> Self:
         """The same job with these faults."""
-        return replace(self, kills=tuple(map(str, faults)))
+        kills = tuple(str(fault) for fault in faults if isinstance(fault, Kill))
+        strikes = tuple(fault for fault in faults if not isinstance(fault, Kill))
+        return replace(self, kills=kills, strikes=strikes)
 
     def step_with(self, phase: str, first: int) -> int:
         """The first step from ``first`` on in which a worker is in this phase."""

@@ -79,13 +79,7 @@ class Strike:
 class AgentSpec(JobSpec):
     """A job with such strikes; ``how``: the signal."""
 
-    strikes: tuple[Strike, ...] = ()
     how: str = "SIGKILL"
-
-    @property
-    def faults(self) -> tuple[Any, ...]:
-        """The strikes, each with its worker."""
-        return self.strikes
 
     def struck_by(self, faults: Sequence[Any]) -> Self:
         """The same job with these strikes."""
@@ -179,7 +173,11 @@ def test_agents_that_die_in_a_step_change_nothing(
     convoy: Convoy, reference: Reference, job: str, nodes: list[int], phase: str
 ) -> None:
     undisturbed = reference(alike(JOBS[job]))
-    convoy.check(undisturbed.trace(), lambda: check_alone(convoy.run, undisturbed), struck_in)
+    convoy.check(
+        undisturbed.trace(),
+        lambda: check_alone(convoy.run, undisturbed),
+        struck=struck_in(convoy.run),
+    )
 
 
 @proves(Kind.AGENT, Promise.EQUAL)
@@ -192,7 +190,11 @@ def test_agents_that_die_beside_a_worker_cost_no_more_than_its_step(
 ) -> None:
     """Before, while, or after the others recover from the worker's loss."""
     undisturbed = reference(alike(JOBS[job]))
-    convoy.check(undisturbed.trace(), lambda: check_agents(convoy.run, undisturbed), struck_in)
+    convoy.check(
+        undisturbed.trace(),
+        lambda: check_agents(convoy.run, undisturbed),
+        struck=struck_in(convoy.run),
+    )
 
 
 # A running stream behind the strike that leaves one for later.
@@ -215,7 +217,9 @@ def test_the_strike_of_a_convoy_that_breaks_it_is_named(run: Launch, reference: 
     found = verdicts(
         broken,
         lambda one: one.check(
-            undisturbed.trace(), lambda: check_alone(broken, undisturbed), struck_in
+            undisturbed.trace(),
+            lambda: check_alone(broken, undisturbed),
+            struck=struck_in(broken),
         ),
     )
     assert found == ["passes", "fails", "not run"]

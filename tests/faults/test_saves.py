@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,16 @@ import pytest
 
 from elaswave_plugin.checkpoints.torch_dist import flaw_of
 from tests.checkpoints.reader import differences, read_checkpoint
-from tests.checkpoints.striker import FULLY_PARALLEL, MEGATRON, TRACKER, Striker, plan
-from tests.checkpoints.struck import check_saves, losses, struck
+from tests.checkpoints.striker import FULLY_PARALLEL, MEGATRON, TRACKER, Strike, Striker, plan
+from tests.checkpoints.struck import (
+    check_all,
+    check_saves,
+    check_struck,
+    losses,
+    saves_of,
+    struck,
+)
+from tests.convoys import Convoy, convoys, verdicts
 from tests.faults.conftest import Launch
 from tests.faults.harness import (
     JobSpec,
@@ -27,6 +36,9 @@ from tests.faults.harness import (
 )
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
+from tests.session import each_once
+
+Undisturbed = Callable[[str], Outcome]
 
 STEPS = 8
 MOMENTS = ("open", "exists", "named")
@@ -37,96 +49,93 @@ LAYOUTS = {
 }
 
 
-def spec_of(layout: str, saves: Path) -> JobSpec:
+def spec_of(layout: str, saves: Path | str = "SAVED") -> JobSpec:
     options = (*LAYOUTS[layout], f"--save={saves}", "--save-interval=1")
     return JobSpec(steps=STEPS, options=options, sabotage=FULLY_PARALLEL, dump="never")
 
 
+def case(layout: str, iteration: int, moment: str) -> JobSpec:
+    """The job with one strike."""
+    return replace(spec_of(layout), strikes=(Strike(iteration, moment, iteration % 4),))
+
+
 @pytest.fixture(scope="module")
-def undisturbed(
-    zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Outcome, Path]]:
-    """The run of each layout without kills, and where it saved; made when it is asked for."""
+def run(
+    run: Launch, zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Launch:
+    """Launch a job, which is struck from outside while it saves."""
 
-    class Made(dict[str, tuple[Outcome, Path]]):
-        def __missing__(self, layout: str) -> tuple[Outcome, Path]:
-            saves = tmp_path_factory.mktemp("undisturbed")
-            directory = tmp_path_factory.mktemp("run")
-            run = struck(
-                spec_of(layout, saves), [], saves, zygote=zygote, data=data, directory=directory
-            )
-            assert run.returncode == 0, run.output[-4000:]
-            self[layout] = run, saves
-            return self[layout]
+    def launched(spec: JobSpec) -> Outcome:
+        if not any("SAVED" in option for option in spec.options):
+            return run(spec)
+        directory = tmp_path_factory.mktemp("struck")
+        return struck(spec, zygote=zygote, data=data, directory=directory)
 
-    return Made()
+    return launched
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Launch) -> Undisturbed:
+    """The run of each layout without kills, made once."""
+    once = each_once(run)
+    return lambda layout: once(spec_of(layout))
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2)))))
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
-    zygote: Zygote,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, tuple[Outcome, Path]],
-    layout: str,
-    seed: int,
+    run: Launch, undisturbed: Undisturbed, layout: str, seed: int
 ) -> None:
     strikes = plan(seed, range(1, STEPS + 1), MOMENTS, slots=4)
-    saves = tmp_path / "saves"
-    saves.mkdir()
     # Each is back before the next save.
     awaits = tuple((step, step) for step in range(1, STEPS))
-    spec = replace(spec_of(layout, saves), respawn=10, awaits=awaits)
-    run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=tmp_path / "run")
-    assert run.returncode == 0, run.output[-4000:]
-    assert all(strike.fired and strike.bytes_written > 0 for strike in strikes), strikes
-    reference, reference_saves = undisturbed[layout]
-    check_saves(saves, reference_saves, STEPS)
-    assert losses(run) == losses(reference)
+    spec = replace(spec_of(layout), respawn=10, awaits=awaits, strikes=strikes)
+    check_all(run(spec), undisturbed(layout))
 
 
+# Of the two groups, so that no stage and no TP position is left without a worker.
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS))),
+    convoys(
+        itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS),
+        case,
+        most=2,
+        victim=lambda strike: strike.slot // 2,
+    ),
 )
 def test_a_kill_in_a_save_without_a_return(
-    zygote: Zygote,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, tuple[Outcome, Path]],
-    layout: str,
-    iteration: int,
-    moment: str,
+    convoy: Convoy, undisturbed: Undisturbed, layout: str, iteration: int, moment: str
 ) -> None:
-    strikes = plan(iteration, [iteration], [moment], slots=4)
-    saves = tmp_path / "saves"
-    saves.mkdir()
-    run = struck(
-        spec_of(layout, saves),
-        strikes,
-        saves,
-        zygote=zygote,
-        data=data,
-        directory=tmp_path / "run",
-    )
-    assert run.returncode == 0, run.output[-4000:]
-    assert all(strike.fired and strike.bytes_written > 0 for strike in strikes), strikes
-    reference, reference_saves = undisturbed[layout]
-    check_saves(saves, reference_saves, STEPS)
-    assert losses(run) == losses(reference)
+    check_struck(convoy, undisturbed(layout))
+
+
+@proves(Kind.SABOTAGE, Promise.SEEN)
+def test_the_strike_behind_which_a_checkpoint_is_another_is_named(
+    run: Launch, undisturbed: Undisturbed
+) -> None:
+    strikes = Strike(2, "exists", 1), Strike(4, "named", 2)
+    whole = run(replace(spec_of("dp4"), strikes=strikes))
+
+    def found() -> list[str]:
+        return verdicts(whole, lambda convoy: check_struck(convoy, undisturbed("dp4")))
+
+    assert found() == ["passes", "passes"]
+    # Another one than was saved behind the first strike, and before the second.
+    common = saves_of(whole) / "iter_0000003" / "common.pt"
+    common.write_bytes((saves_of(whole) / "iter_0000005" / "common.pt").read_bytes())
+    assert found() == ["fails", "not run"]
 
 
 @proves(Kind.ALL, Promise.WHOLE)
 @pytest.mark.timeout(400)  # ten jobs
 def test_all_killed_at_once_in_a_save_leave_a_whole_newest_checkpoint(
-    zygote: Zygote, data: Path, tmp_path: Path, undisturbed: dict[str, tuple[Outcome, Path]]
+    zygote: Zygote, data: Path, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """Ten times, at a random moment of a save: every process of the job, the agents too."""
     dice = random.Random(42)
-    _, reference_saves = undisturbed["dp4"]
+    reference_saves = saves_of(undisturbed("dp4"))
     for number in range(10):
         saves, directory = tmp_path / f"saves-{number}", tmp_path / f"run-{number}"
         saves.mkdir()
@@ -220,27 +229,20 @@ torch.save = lambda obj, path, *args: full(path, obj) if str(path).endswith("com
 @proves(Kind.DISK, Promise.WHOLE)
 @pytest.mark.parametrize("sabotage", [FULL_DATA, FULL_COMMON], ids=["data", "common"])
 def test_a_save_that_the_storage_fails_is_told_and_the_job_goes_on(
-    zygote: Zygote,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, tuple[Outcome, Path]],
-    sabotage: str,
+    run: Launch, undisturbed: Undisturbed, sabotage: str
 ) -> None:
-    saves = tmp_path / "saves"
-    saves.mkdir()
-    spec = spec_of("dp4", saves)
-    spec = replace(spec, sabotage=spec.sabotage + sabotage)
-    run = struck(spec, [], saves, zygote=zygote, data=data, directory=tmp_path / "run")
-    assert run.returncode == 0, run.output[-4000:]
-    (failed,) = run.events("save_failed")
+    spec = spec_of("dp4")
+    full = run(replace(spec, sabotage=spec.sabotage + sabotage))
+    assert full.returncode == 0, full.output[-4000:]
+    (failed,) = full.events("save_failed")
     assert failed["step"] == 4 and "No space left on device" in failed["reason"]
-    said = [line for line in run.output.splitlines() if "was not saved" in line]
+    said = [line for line in full.output.splitlines() if "was not saved" in line]
     assert len(said) == 1 and "No space left on device" in said[0]
-    assert run.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
-    assert "Traceback" not in run.output
-    reference, reference_saves = undisturbed["dp4"]
-    check_saves(saves, reference_saves, STEPS, without=(4,))
-    assert losses(run) == losses(reference)
+    assert full.events("view_committed")[-1]["ranks"] == [0, 1, 2, 3]
+    assert "Traceback" not in full.output
+    reference = undisturbed("dp4")
+    check_saves(saves_of(full), saves_of(reference), STEPS, without=(4,))
+    assert losses(full) == losses(reference)
 
 
 # Of worker 2, a process of its own that takes no SIGTERM and writes on, until it is killed.

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.convoys import blamed, check_case, dealt_out, first_difference, job_of, joined
+from tests.checkpoints.striker import Strike
+from tests.convoys import (
+    blamed,
+    check_case,
+    convoys,
+    dealt_out,
+    first_difference,
+    job_of,
+    joined,
+)
 from tests.faults.harness import JobSpec, Trace
 
 NAMES = ("0@2:data", "1@3:backward", "2@4:gather")
@@ -117,3 +126,20 @@ def test_faults_begin_in_a_given_step_and_wait_for_their_phase() -> None:
     job = joined(specs, first=1)
     assert job.kills == ("1@1:data", "0@2:backward", "3@4:save", "2@5:gather")
     assert job.steps == two.steps
+
+
+def test_a_fault_keeps_its_own_step_where_no_other_is_in_it() -> None:
+    job = joined([JobSpec(kills=(kill,)) for kill in ("0@1:data", "1@1:data", "2@5:gather")])
+    assert job.kills == ("0@1:data", "1@2:data", "2@5:gather")
+
+
+def test_faults_that_are_no_kills_are_dealt_out_by_their_own_victims() -> None:
+    strikes = [Strike(step, "open", slot=step % 2) for step in (3, 1, 2)]
+    specs = [JobSpec(strikes=(one,)) for one in (strikes[0], *strikes)]
+    params = convoys(range(4), lambda index: specs[index], victim=lambda one: one.slot)
+    marks = [next(mark.args for mark in one.marks if mark.name == "convoy") for one in params]
+    # Two have the same victim, and the later one comes last.
+    assert marks[1][0] != marks[2][0]
+    (other,) = (index for index in (1, 2) if marks[index][0] == marks[3][0])
+    assert (marks[3][1] < marks[other][1]) == (strikes[2].step < strikes[other - 1].step)
+    assert joined(specs[1:3]).strikes == (strikes[0], Strike(4, "open", slot=1))

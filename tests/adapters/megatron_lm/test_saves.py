@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,20 @@ import pytest
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import ScriptSpec, needs_repository, printed
 from tests.checkpoints.disks import mounted
-from tests.checkpoints.striker import plan
-from tests.checkpoints.struck import check_saves, losses, struck
+from tests.checkpoints.striker import Strike, plan
+from tests.checkpoints.struck import (
+    check_all,
+    check_saves,
+    check_struck,
+    losses,
+    saves_of,
+    struck,
+)
+from tests.convoys import Convoy, convoys
 from tests.faults.harness import Outcome, Zygote
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
+from tests.session import each_once
 
 pytestmark = needs_repository
 
@@ -26,105 +36,90 @@ LAYOUTS = {
     "tp2-dp2": ("--tensor-model-parallel-size", "2"),
     "pp2-dp2": ("--pipeline-model-parallel-size", "2"),
 }
-Saved = tuple[Outcome, Path]
+Undisturbed = Callable[[str], Outcome]
 
 
-def spec_of(layout: str, saves: Path, script: Path) -> ScriptSpec:
+def spec_of(layout: str, saves: Path | str = "SAVED") -> ScriptSpec:
     options = (*ScriptSpec().options, *LAYOUTS[layout])
     options += ("--save", str(saves), "--save-interval", "1")
-    return ScriptSpec(steps=STEPS, options=options, dump="never", script=str(script))
+    return ScriptSpec(steps=STEPS, options=options, dump="never")
+
+
+def case(layout: str, iteration: int, moment: str) -> ScriptSpec:
+    """The job with one strike."""
+    return replace(spec_of(layout), strikes=(Strike(iteration, moment, iteration % 4),))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    zygote: Zygote, script: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Saved]:
-    """The run of each layout without kills, and where it saved; made when it is asked for."""
+def run(
+    run: Launch,
+    zygote: Zygote,
+    script: Path,
+    data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Launch:
+    """Launch a job, which is struck from outside while it saves."""
 
-    class Made(dict[str, Saved]):
-        def __missing__(self, layout: str) -> Saved:
-            saves = tmp_path_factory.mktemp("undisturbed")
-            directory = tmp_path_factory.mktemp("run")
-            spec = spec_of(layout, saves, script)
-            run = struck(spec, [], saves, zygote=zygote, data=data, directory=directory)
-            assert run.returncode == 0, run.output[-4000:]
-            self[layout] = run, saves
-            return self[layout]
+    def launched(spec: ScriptSpec) -> Outcome:
+        if not any("SAVED" in option for option in spec.options):
+            return run(spec)
+        directory, spec = tmp_path_factory.mktemp("struck"), replace(spec, script=str(script))
+        return struck(spec, zygote=zygote, data=data, directory=directory)
 
-    return Made()
+    return launched
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Launch) -> Undisturbed:
+    """The run of each layout without kills, made once."""
+    once = each_once(run)
+    return lambda layout: once(spec_of(layout))
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(("layout", "seed"), sampled(list(itertools.product(LAYOUTS, (1, 2)))))
 @pytest.mark.timeout(300)
 def test_a_kill_in_each_of_eight_saves_with_a_return(
-    zygote: Zygote,
-    script: Path,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, Saved],
-    layout: str,
-    seed: int,
+    run: Launch, undisturbed: Undisturbed, layout: str, seed: int
 ) -> None:
     strikes = plan(seed, range(1, STEPS + 1), MOMENTS, slots=4)
-    saves = tmp_path / "saves"
-    saves.mkdir()
     # Each is back before the next save.
     awaits = tuple((step, step) for step in range(1, STEPS))
-    spec = replace(spec_of(layout, saves, script), respawn=10, awaits=awaits)
-    run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=tmp_path / "run")
-    assert run.returncode == 0, run.output[-4000:]
-    assert all(strike.fired and strike.bytes_written > 0 for strike in strikes), strikes
-    reference, reference_saves = undisturbed[layout]
-    check_saves(saves, reference_saves, STEPS)
-    assert losses(run) == losses(reference)
+    spec = replace(spec_of(layout), respawn=10, awaits=awaits, strikes=strikes)
+    check_all(run(spec), undisturbed(layout))
 
 
+# Of the two groups, so that no stage and no TP position is left without a worker.
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE)
 @pytest.mark.parametrize(
     ("layout", "iteration", "moment"),
-    sampled(list(itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS))),
+    convoys(
+        itertools.product(LAYOUTS, range(1, STEPS + 1), MOMENTS),
+        case,
+        most=2,
+        victim=lambda strike: strike.slot // 2,
+    ),
 )
 def test_a_kill_in_a_save_without_a_return(
-    zygote: Zygote,
-    script: Path,
-    data: Path,
-    tmp_path: Path,
-    undisturbed: dict[str, Saved],
-    layout: str,
-    iteration: int,
-    moment: str,
+    convoy: Convoy, undisturbed: Undisturbed, layout: str, iteration: int, moment: str
 ) -> None:
-    strikes = plan(iteration, [iteration], [moment], slots=4)
-    saves = tmp_path / "saves"
-    saves.mkdir()
-    spec = spec_of(layout, saves, script)
-    run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=tmp_path / "run")
-    assert run.returncode == 0, run.output[-4000:]
-    assert all(strike.fired and strike.bytes_written > 0 for strike in strikes), strikes
-    reference, reference_saves = undisturbed[layout]
-    check_saves(saves, reference_saves, STEPS)
-    assert losses(run) == losses(reference)
+    check_struck(convoy, undisturbed(layout))
 
 
 @pytest.fixture(scope="module")
-def struck_saves(
-    zygote: Zygote, script: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def struck_saves(run: Launch) -> Callable[[str], Path]:
     """The saves of a run of each layout, in whose fourth save a worker was killed."""
+    made: dict[str, Path] = {}
 
-    class Made(dict[str, Path]):
-        def __missing__(self, layout: str) -> Path:
-            saves, directory = tmp_path_factory.mktemp("struck"), tmp_path_factory.mktemp("run")
-            strikes = plan(4, [4], ["open"], slots=4)
-            spec = spec_of(layout, saves, script)
-            run = struck(spec, strikes, saves, zygote=zygote, data=data, directory=directory)
-            assert run.returncode == 0, run.output[-4000:]
-            assert strikes[0].fired and strikes[0].bytes_written > 0, strikes
-            self[layout] = saves
-            return saves
+    def of(layout: str) -> Path:
+        if layout not in made:
+            killed = run(case(layout, 4, "open"))
+            assert killed.returncode == 0, killed.output[-4000:]
+            assert killed.spec.strikes[0].has_struck, killed.spec.strikes
+            made[layout] = saves_of(killed)
+        return made[layout]
 
-    return Made()
+    return of
 
 
 def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
@@ -136,15 +131,15 @@ def loading(folder: Path, nproc: int, *more: str) -> ScriptSpec:
 @pytest.mark.parametrize(("layout", "nproc"), sampled(list(itertools.product(LAYOUTS, (4, 2, 8)))))
 def test_a_checkpoint_of_a_save_with_a_kill_is_loaded_by_any_number(
     run: Launch,
-    undisturbed: dict[str, Saved],
-    struck_saves: dict[str, Path],
+    undisturbed: Undisturbed,
+    struck_saves: Callable[[str], Path],
     layout: str,
     nproc: int,
 ) -> None:
-    reference, reference_saves = undisturbed[layout]
+    reference = undisturbed(layout)
     more = (*LAYOUTS[layout], "--ckpt-step", "4")
-    ours = run(loading(struck_saves[layout], nproc, *more))
-    theirs = run(loading(reference_saves, nproc, *more))
+    ours = run(loading(struck_saves(layout), nproc, *more))
+    theirs = run(loading(saves_of(reference), nproc, *more))
     assert ours.returncode == theirs.returncode == 0, ours.output[-4000:]
     assert printed(ours) == printed(theirs)
     assert losses(ours).keys() == {4, 5, 6, 7}
@@ -171,10 +166,10 @@ DAMAGES = {
 @proves(Kind.BAD_CHECKPOINT, Promise.NAMED)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_checkpoint_that_cannot_be_read_is_named(
-    run: Launch, undisturbed: dict[str, Saved], tmp_path: Path, damage: str
+    run: Launch, undisturbed: Undisturbed, tmp_path: Path, damage: str
 ) -> None:
     folder = tmp_path / "damaged"
-    shutil.copytree(undisturbed["dp4"][1], folder)
+    shutil.copytree(saves_of(undisturbed("dp4")), folder)
     strike, said = DAMAGES[damage]
     strike(folder)
     refused = run(loading(folder, 4))
@@ -187,14 +182,14 @@ def test_a_checkpoint_that_cannot_be_read_is_named(
 
 @proves(Kind.DISK, Promise.WHOLE)
 def test_a_full_disk_costs_a_checkpoint_and_no_worker(
-    zygote: Zygote, script: Path, data: Path, undisturbed: dict[str, Saved], tmp_path: Path
+    run: Launch, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """Two saves fit, the others do not."""
-    reference, reference_saves = undisturbed["dp4"]
+    reference = undisturbed("dp4")
+    reference_saves = saves_of(reference)
     written = sum(path.stat().st_size for path in (reference_saves / "iter_0000001").iterdir())
     with mounted(tmp_path / "small", written * 5 // 2) as small:
-        spec = spec_of("dp4", small, script)
-        full = struck(spec, [], small, zygote=zygote, data=data, directory=tmp_path / "run")
+        full = run(spec_of("dp4", small))
         assert full.returncode == 0, full.output[-3000:]
         failures = full.events("save_failed")
         assert [failure["step"] for failure in failures] == [3, 4, 5, 6, 7, 8]
