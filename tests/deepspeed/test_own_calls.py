@@ -34,7 +34,8 @@ OWN_CALLS = EngineSpec(script=str(SCRIPTS / "own_calls.py"), nproc=3, global_bat
 def test_what_nobody_could_redo_is_refused_at_its_first_use(
     run: Launch, what: str, stage: int, named: str
 ) -> None:
-    refused = run(replace(OWN_CALLS, stage=stage, options=(f"--what={what}",)))
+    alone = replace(OWN_CALLS, nproc=1, global_batch=2)
+    refused = run(replace(alone, stage=stage, options=(f"--what={what}",)))
     assert refused.returncode == 2, refused.output[-4000:]
     assert sum(named in line for line in refused.output.splitlines()) == 1
     assert "Traceback" not in refused.output

@@ -127,39 +127,41 @@ def test_a_worker_beyond_the_launch_gets_both(grown: Grown, tmp_path: Path) -> N
 
 
 _SECOND = two_models.BIND_SECOND
+# What does not train needs one worker.
+ALONE = replace(LOSES, nproc=1, global_batch=2)
 REFUSED: dict[str, tuple[JobSpec, tuple[Change, ...], str]] = {
     "the same model": (
-        LOSES,
+        ALONE,
         ((_SECOND, _SECOND.replace("second, of_second", "model, of_second")),),
         "job.bind got a model that is bound already: call it once for each model",
     ),
     "the same optimizer": (
-        LOSES,
+        ALONE,
         ((_SECOND, _SECOND.replace("second, of_second,", "second, optimizer,")),),
         "job.bind got an optimizer that is bound already, with another model",
     ),
     "the other's optimizer": (
-        LOSES,
+        ALONE,
         ((two_models.BOUND, two_models.BOUND.replace("optimizer,", "of_second,")),),
         "the optimizer was made for another model than the one that it is bound with",
     ),
     "weights of the other": (
-        LOSES,
+        ALONE,
         two_models.SHARES,
         "job.bind got a model that shares 12 trained weights with one that is bound already",
     ),
     "another length": (
-        LOSES,
+        ALONE,
         ((_SECOND, _SECOND.replace("args.train_iters", "7")),),
         "job.bind got train_iters=7, and train_iters=10 with the model before",
     ),
     "in the first step": (
-        LOSES,
+        ALONE,
         ((_SECOND, ""), ("    def train_step():\n", f"    def train_step():\n    {_SECOND}")),
         "job.bind is called behind job.train, by when the state of all models is sealed",
     ),
     "behind a save": (
-        LOSES,
+        ALONE,
         ((_SECOND, '    job.run(lambda: None, phase="save")\n' + _SECOND),),
         "job.bind is called behind job.run, by when the state of all models is sealed",
     ),
@@ -169,12 +171,12 @@ REFUSED: dict[str, tuple[JobSpec, tuple[Change, ...], str]] = {
         "job.bind is called for a second model, and tensor_model_parallel_size is 2",
     ),
     "a model that is not bound": (
-        LOSES,
+        ALONE,
         ((_SECOND, ""),),
         "forward_backward trains a model that is not bound",
     ),
     "gradients of another's passes": (
-        NO_OVERLAP,
+        replace(ALONE, reads=2, options=NO_OVERLAP.options),
         two_models.UPDATES_LATE,
         "a model is updated whose gradients were reduced before forward_backward trained another",
     ),
@@ -185,7 +187,7 @@ REFUSED: dict[str, tuple[JobSpec, tuple[Change, ...], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_bound_or_trained_is_refused(run: Launch, tmp_path: Path, name: str) -> None:
     spec, changes, words = REFUSED[name]
-    base = two_models.gan(freezes=False) if spec is NO_OVERLAP else two_models.ACTOR_AND_CRITIC
+    base = two_models.gan(freezes=False) if spec.reads == 2 else two_models.ACTOR_AND_CRITIC
     refused = run(replace(spec, script=write(tmp_path, *base, *changes)))
     assert refused.returncode == 2, refused.output[-4000:]
     assert sum(words in line for line in refused.output.splitlines()) == 1

@@ -1,7 +1,9 @@
 """A worker of an unmodified pretrain_gpt.py is killed: it goes on as if nothing had happened."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -102,22 +104,35 @@ def test_down_to_one_worker(run: Launch, reference: Launch) -> None:
     check_same(run, reference, ScriptSpec(kills=kills), alive=1)
 
 
+def of_groups(kills: Iterable[str]) -> list[Any]:
+    """Convoys of workers of two TP groups: as many as there are stages are left."""
+    return convoys(
+        kills,
+        lambda kill: replace(TP2_PP2_DP2, kills=(kill,)),
+        most=2,
+        victim=lambda kill: kill.slot // 2,
+    )
+
+
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.parametrize(
-    "kill", [f"{slot}@2:{('forward', 'backward')[slot % 2]}" for slot in (0, 3, 5, 6)]
+    "kill",
+    of_groups(f"{slot}@2:{('forward', 'backward')[slot % 2]}" for slot in (0, 3, 5, 6)),
 )
-def test_a_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
-    check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
+def test_a_worker_of_tp_pp_dp(convoy: Convoy, reference: Launch, kill: str) -> None:
+    check_convoy(convoy, reference)
 
 
 @proves(Kind.KILL, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kill",
-    [f"{slot}@2:{phase}" for slot, phase in itertools.product(range(8), ("forward", "backward"))],
+    of_groups(
+        f"{slot}@2:{phase}" for slot, phase in itertools.product(range(8), ("forward", "backward"))
+    ),
 )
-def test_any_worker_of_tp_pp_dp(run: Launch, reference: Launch, kill: str) -> None:
-    check_same(run, reference, replace(TP2_PP2_DP2, kills=(kill,)), alive=7)
+def test_any_worker_of_tp_pp_dp(convoy: Convoy, reference: Launch, kill: str) -> None:
+    check_convoy(convoy, reference)
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
