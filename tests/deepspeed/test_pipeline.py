@@ -40,6 +40,11 @@ def seen_by(run: Outcome) -> list[dict[str, object]]:
 
 # ZeRO stage, bf16: without ZeRO, DeepSpeed takes another optimizer for bf16.
 KINDS = ((1, False), (0, False), (1, True))
+# Any worker in any phase: of 0 the first stage's rank 0 is left without a pipeline.
+PAIRS = [
+    (slot, phase, *KINDS[(slot + index) % len(KINDS)])
+    for (index, phase), slot in itertools.product(enumerate(STEP_PHASES), (1, 2, 3, 0))
+]
 
 
 @proves(Kind.KILL, Promise.PLANNED, victim="2", moment="5:backward")
@@ -52,13 +57,7 @@ def test_steps_without_a_seal_are_made_again(run: Launch, twin: Twin, reference:
 @proves(Kind.KILL, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("slot", "phase", "stage", "bf16"),
-    sampled(
-        [
-            (slot, phase, *KINDS[(slot + index) % len(KINDS)])
-            for (index, phase), slot in itertools.product(enumerate(STEP_PHASES), (1, 2, 3, 0))
-        ],
-        # The first stage's rank 0 is left without a pipeline.
-    ),
+    sampled(PAIRS),
 )
 def test_a_kill_in_any_phase_equals_the_planned_departure(
     run: Launch, twin: Twin, reference: Launch, slot: int, phase: str, stage: int, bf16: bool

@@ -1,6 +1,5 @@
 """A worker of a DeepSpeed pipeline comes back; with the last of a pipeline the grid is whole."""
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -8,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import EngineSpec, as_it_counted, check_recovered
 from tests.deepspeed.test_fp16 import ALLOWED, FP16, scales, skipped
 from tests.deepspeed.test_join import entered, sizes
-from tests.deepspeed.test_pipeline import KINDS, PP2_DP2, check_pipeline, seen_by
+from tests.deepspeed.test_pipeline import PAIRS, PP2_DP2, check_pipeline, seen_by
 from tests.faults.harness import Outcome, Zygote, check_survived, max_relative_difference
 from tests.faults.test_node_join import lose_and_join, lose_with_standby
 from tests.proofs import Kind, Promise, proves
@@ -67,12 +65,7 @@ def check_scripts(run: Outcome, *, before: int) -> None:
 @proves(Kind.RETURN, Promise.PLANNED)
 @pytest.mark.parametrize(
     ("slot", "phase", "stage", "bf16"),
-    sampled(
-        [
-            (slot, phase, *KINDS[(slot + index) % len(KINDS)])
-            for (index, phase), slot in itertools.product(enumerate(STEP_PHASES), (1, 2, 3, 0))
-        ]
-    ),
+    sampled(PAIRS),
 )
 def test_a_lost_worker_comes_back_to_its_pipeline(
     run: Launch, twin: Twin, reference: Launch, slot: int, phase: str, stage: int, bf16: bool

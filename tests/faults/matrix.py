@@ -19,6 +19,8 @@ OPTIONS = (
     ("--no-overlap-grad-reduce",),
 )
 SLOTS = range(4)
+# Each worker in each phase of a step, in one job of the smallest kind.
+PAIRS = tuple(itertools.product(SLOTS, STEP_PHASES))
 # The steps of kills that are not those of the plain cases.
 OTHER_STEPS = (1, 2, 4)
 
@@ -32,10 +34,7 @@ def cases() -> tuple[JobSpec, ...]:
         )
         for slot, (index, phase) in itertools.product(SLOTS, enumerate(STEP_PHASES))
     ]
-    plain = [
-        JobSpec(kills=(f"{slot}@3:{phase}",))
-        for slot, phase in itertools.product(SLOTS, STEP_PHASES)
-    ]
+    plain = [JobSpec(kills=(f"{slot}@3:{phase}",)) for slot, phase in PAIRS]
     pairs = [
         JobSpec(kills=(f"{first}@2:{phase}", f"{second}@2:{other}"))
         for (first, second), (phase, other) in zip(

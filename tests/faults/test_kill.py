@@ -1,19 +1,16 @@
 """Any worker, killed in any phase of a step: the survivors finish the run bit for bit."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.config import STEP_PHASES
 from tests.convoys import Convoy, convoys
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, check_equal, check_survived
+from tests.faults.matrix import PAIRS
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
-# The matrix has them at several steps.
-PAIRS = list(itertools.product(range(4), STEP_PHASES))
 OPTIONS = (
     (),
     ("--calculate-per-token-loss",),

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.config import STEP_PHASES
+from tests.faults.matrix import PAIRS
 from tests.proofs import Kind, Promise, proves
 from tests.sample import DURATIONS, PARTS, SAMPLE, SMALL_FILE, chosen_part, draw, parts_of, sampled
 from tests.tidy.collected import declared
 
-PAIRS = list(itertools.product(range(4), STEP_PHASES))
 ALL = set(range(PARTS))
 
 
