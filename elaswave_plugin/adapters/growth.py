@@ -2,6 +2,23 @@
 
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
+
+
+def without_newcomers(
+    settings: ElasticConfig, reserve: int, why: str, *, rank: int
+) -> ElasticConfig:
+    """Return the settings of a job that no worker can join later, so that lost ones stay away.
+
+    The first worker says so at the start. Raises ConfigurationError, with the reason ``why``, where
+    the user asks for more.
+    """
+    if reserve:
+        raise ConfigurationError(f"--reserve is {reserve}, and {why}; leave --reserve out")
+    without = settings.without_respawn(why)
+    if settings.respawn and not rank:
+        say(f"a worker that is lost stays away, and the others do its work: {why}")
+    return without
 
 
 def check_reserve(config: ElasticConfig, reserve: int, *, width: int, fewest: int) -> None:

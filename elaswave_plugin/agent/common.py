@@ -22,6 +22,7 @@ class Common:
     """The things that seats of an agent share; `agreement` and `coordinator` once it takes part.
 
     `constants`: what the job fixed at its start; `respawn`: how often a slot is started again;
+    `took_s`: the longest time from the start of a trainer to where it needs the others;
     `exit_code`: set once the job is over here; `ballot`: of the newest proposal.
     """
 
@@ -37,6 +38,7 @@ class Common:
     respawn: int = 0
     exit_code: int | None = None
     completed: int = 0
+    took_s: float = 0.0
     encode: Encoder = field(default_factory=Encoder)
     coordinator: Coordinator = field(init=False)
 

@@ -15,6 +15,7 @@ from typing import Any
 import elaswave_plugin.ipc.frames as said
 from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.keeper import Notice
+from elaswave_plugin.agent.late_return import watch
 from elaswave_plugin.agent.refused_requests import why_it_stays, why_layers_stay
 from elaswave_plugin.agent.snapshot_copies import Copies
 from elaswave_plugin.agent.status_board import StatusBoard
@@ -49,7 +50,7 @@ class Seat:
     """The trainers of one slot, started in one place of the node."""
 
     def __init__(self, common: Common, slot: int, place: int) -> None:
-        self._common = common
+        self.common = self._common = common
         self.slot = slot
         self.place = place
         self.board = StatusBoard(slot)
@@ -58,6 +59,7 @@ class Seat:
         self._awaited_epoch = 0
         self._signalled_s: float | None = None
         self._told = False
+        self._started_s: float | None = None
         self._deaths: Deaths | None = None
         self._memory = common.store.open_slot(slot)
         self._copies: Copies | None = None
@@ -68,6 +70,9 @@ class Seat:
         """Start a trainer."""
         common, spec = self._common, self._common.spec
         self._attach(incarnation)
+        self._started_s = time.monotonic()
+        if incarnation:
+            watch(self)
         env = {
             **spec.envs[self.place],
             SLOT: str(self.slot),
@@ -276,6 +281,7 @@ class Seat:
                 self._on_join(trainer, message)
             case said.Ready():
                 trainer.facts = message.facts
+                self._note_how_long()
                 common.events.emit("worker_ready", slot=slot, incarnation=trainer.incarnation)
                 # A view with it that an earlier leader had proposed may come to nothing.
                 if not trainer.delivered:
@@ -294,6 +300,7 @@ class Seat:
                     self._answer(message.facts)
             case said.Sealed():
                 agreement.first_seal(slot)
+                self._note_how_long()
                 assert self._copies is not None
                 self._copies.send(message.record, message.copy_to)
             case said.Release():
@@ -326,6 +333,12 @@ class Seat:
                 agreement.layout = message.layout
             case said.SlowSeen():
                 pass  # for the board alone
+
+    def _note_how_long(self) -> None:
+        """It has come as far as it gets without the others: to a first seal, or to the way in."""
+        if self._started_s is not None:
+            took_s = time.monotonic() - self._started_s
+            self._common.took_s, self._started_s = max(self._common.took_s, took_s), None
 
     def hear(self, request: Frame) -> Frame:
         """Take what the trainer says beside its control link."""

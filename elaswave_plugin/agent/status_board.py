@@ -41,6 +41,7 @@ class StatusBoard:
         self._proposal: dict[str, Any] | None = None
         self._layout: dict[str, Any] | None = None
         self._slow: tuple[tuple[int, str], ...] = ()
+        self._late_in: str | None = None
         self._views: deque[dict[str, Any]] = deque(maxlen=RECENT_VIEWS)
 
     def started(self, pid: int, incarnation: int) -> None:
@@ -49,6 +50,7 @@ class StatusBoard:
         self._incarnation = incarnation
         self._exited = None
         self._slow = ()
+        self._late_in = None
         self._phase = "starting"
 
     def proposed(self, ring: Ring, now_s: float) -> None:
@@ -81,6 +83,7 @@ class StatusBoard:
                 self._phase = "building" if self._incarnation else "joined"
             case Ready():
                 self._phase = "waiting to enter"
+                self._late_in = None
             case Quiesced():
                 self._phase = "quiesced"
             case Progress():
@@ -93,6 +96,10 @@ class StatusBoard:
                 self._phase = "finished"
             case Leave():
                 self._phase = "leaving"
+
+    def waits(self, line: str) -> None:
+        """The trainer, which was started again, is late: it was seen in this line."""
+        self._late_in = line
 
     @property
     def is_changing(self) -> bool:
@@ -128,6 +135,7 @@ class StatusBoard:
             "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},
             "layout": self._layout,
             "slow": self._slow,
+            "late_in": self._late_in,
             "exited": self._exited,
         }
 

@@ -289,6 +289,8 @@ def _worker(
         worker["trainer_pid"] = answer["trainer_pid"] or None
         if answer["progress"] is not None:
             _add_progress(worker, from_json(Sample, answer["progress"]))
+        if answer["late_in"] is not None:
+            worker["waits_for"], worker["stalled_s"] = answer["late_in"], None
         proposal = _open_proposal([answer], view["epoch"])
         if proposal is not None and answer["proposal"]["late"]:
             worker["suspicion"] = (

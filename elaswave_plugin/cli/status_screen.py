@@ -188,7 +188,8 @@ def _wait(worker: Record) -> str:
     """Say what a worker waits for, and for how long already; nothing where it does not wait."""
     if worker["waits_for"] is None:
         return ""
-    return f"{worker['waits_for']}, {worker['stalled_s']:.1f} s"
+    since_s = worker["stalled_s"]
+    return f"{worker['waits_for']}" + ("" if since_s is None else f", {since_s:.1f} s")
 
 
 def _snapshot(snapshot: Record) -> tuple[str, str, str]:

@@ -75,7 +75,8 @@ def answer(node: int, **more: Any) -> Record:
     """Return what the agent of one of three nodes answers; `more`: of it, or of its worker."""
     worker: Record = {
         **{"slot": node, "trainer_pid": 200 + node, "incarnation": 0, "phase": "training"},
-        **{"progress": None, "proposal": None, "layout": None, "slow": [], "exited": None},
+        **{"progress": None, "proposal": None, "layout": None, "slow": [], "late_in": None},
+        "exited": None,
     }
     worker |= {key: more.pop(key) for key in [*worker] if key in more}
     return {

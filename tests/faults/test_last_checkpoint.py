@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.observer.run import read_run
+from tests.faults import own_scripts
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, Zygote, left_alive, pids_of, started
 from tests.faults.test_outside_a_step import saved_tensors
@@ -15,6 +16,11 @@ from tests.proofs import Kind, Promise, proves
 
 # Megatron-Core's first save imports torch in a process of its own, on two cores that others share.
 SAVE_S = 90.0
+END = '\n\nif __name__ == "__main__":\n'
+# What scripts do at the end of their training.
+FINAL = """    print_rank_0(f"final {job.evaluate(evaluate):.6f}")
+    job.run(save, phase="save")
+"""
 LONG = JobSpec(steps=60, dump="last", launcher=(f"--notice-timeout-s={SAVE_S:g}",))
 
 
@@ -57,10 +63,14 @@ def check_saved(run: Launch, folder: Path, done: int) -> None:
 def test_a_loop_of_ours_calls_the_function_that_it_was_given(
     run: Launch, zygote: Zygote, data: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    spec = replace(LONG, options=(f"--save={tmp_path / 'told'}",))
+    script = own_scripts.write(tmp_path, (END, FINAL + END))
+    spec = replace(LONG, script=script, options=(f"--save={tmp_path / 'told'}",))
     told = told_to_end(spec, zygote=zygote, data=data, directory=tmp_path / "run")
     done = completed_once(told)
     check_saved(run, tmp_path, done)
+    for phase in ("evaluation", "save"):
+        left_out = f"the job has ended with its last checkpoint, and left out: {phase}"
+        assert told.output.count(left_out) == 1
 
 
 # One dies as it is told to leave, before all of them learn that they all have to.

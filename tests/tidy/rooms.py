@@ -54,7 +54,7 @@ recovery: checkpoints communicator communicator/links config core/agreement core
 adapters: config errors framework ipc recovery tracking trainer words
 step_state: errors kept recovery values
 adapters/megatron/compat: adapters checkpoints core/step errors recovery
-adapters/deepspeed/compat: adapters config errors
+adapters/deepspeed/compat: adapters errors
 loops: config errors framework ipc recovery step_state trainer
 adapters/megatron/state: adapters adapters/megatron/compat core/layout errors step_state values
 adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking values
@@ -70,8 +70,8 @@ adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state ada
     loops recovery step_state tracking trainer values words command_line
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
-adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine config errors
-    ipc trainer values
+adapters/deepspeed/accelerate: adapters adapters/deepspeed/compat adapters/deepspeed/engine config
+    errors ipc trainer values
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine core/step errors ipc kept loops loss_terms step_state tracking trainer
     values

@@ -64,6 +64,7 @@ from elaswave_plugin.core.layout.layout import Coordinate, sizes_of
 from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.guarded_steps import ElasticLoop, GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
@@ -135,6 +136,7 @@ class ElasticJob:
         self._has_started = False
         self._patches = patches
         self._saves = saves
+        saves.comes_later = lambda: self._worker.detached
         self._finished = False
 
     @ends_in_a_sentence
@@ -527,6 +529,11 @@ class ElasticJob:
     ) -> Result | None:
         self._check_bound(verb)
         check_work(work, verb, phase)
+        if self._finished and self._worker.last_call:
+            # The script goes on behind its loop, as at the end of a whole training.
+            if self._worker.owns_rank_0:
+                say(f"the job has ended with its last checkpoint, and left out: {phase}")
+            return detached
         if phase != LOAD:
             self._start()
 

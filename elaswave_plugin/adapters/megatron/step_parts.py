@@ -49,8 +49,8 @@ class Settings(Part):
     def keep(self) -> tuple[bytes, list[dict[str, Any]]]:
         """The capsule as it is now, and each group without its parameters."""
         return self._framework.read_capsule(), [
-            {key: detached_copy(value) for key, value in group.items() if key != "params"}
-            for group in self._framework.groups
+            {key: detached_copy(value) for key, value in group.items()}
+            for group in self._framework.settings
         ]
 
     def put_back(self, kept: Any) -> None:

@@ -1,11 +1,13 @@
 """The arguments of a Megatron-LM script as its job takes them: refused at once, or adjusted."""
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from elaswave_plugin.adapters.answers import UNSET, Answer, refuse, replies
+from elaswave_plugin.adapters.growth import without_newcomers
 from elaswave_plugin.adapters.megatron_lm_settings import settings
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
@@ -26,9 +28,7 @@ def settings_for(args: argparse.Namespace, config: ElasticConfig, *, reserve: in
     """
     if args.dataloader_type == "external":
         why = "with --dataloader-type external nobody else can read what a worker reads to begin"
-        if reserve:
-            raise ConfigurationError(f"--reserve is {reserve}, and {why}; leave --reserve out")
-        config = config.without_respawn(why)
+        config = without_newcomers(config, reserve, why, rank=int(os.environ.get("RANK", "0")))
     has_stages = args.pipeline_model_parallel_size > 1
     if has_stages and args.save and args.ckpt_format == "torch":
         if config.move_layers == "always":

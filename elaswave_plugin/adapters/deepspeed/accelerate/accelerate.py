@@ -6,6 +6,7 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 ``accelerator.sync_gradients`` is true after a step that was completed, and after no other.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -34,10 +35,10 @@ from elaswave_plugin.adapters.deepspeed.accelerate.stream import (
     is_stream,
     stream_of,
 )
-from elaswave_plugin.adapters.deepspeed.compat import unsupported
 from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches, width_patches
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Position
+from elaswave_plugin.adapters.growth import without_newcomers as stay_away
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
@@ -440,11 +441,12 @@ def without_newcomers(settings: ElasticConfig, reserve: int) -> ElasticConfig:
     """
     if not _drives():
         return settings
-    return unsupported.without_newcomers(
+    return stay_away(
         settings,
         reserve,
         "a script on HF Accelerate counts its steps itself, which a worker that comes later has "
         "not seen",
+        rank=int(os.environ.get("RANK", "0")),
     )
 
 

@@ -15,20 +15,9 @@ from pydantic import ValidationError
 
 from elaswave_plugin.adapters.answers import refuse
 from elaswave_plugin.adapters.deepspeed_settings import lookup, problems
-from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam)
-
-
-def without_newcomers(settings: ElasticConfig, reserve: int, why: str) -> ElasticConfig:
-    """Return the settings of a job that no worker can join later, so that lost ones stay away.
-
-    Raises ConfigurationError, with the reason ``why``, where the user asks for more.
-    """
-    if reserve:
-        raise ConfigurationError(f"--reserve is {reserve}, and {why}; leave --reserve out")
-    return settings.without_respawn(why)
 
 
 def check_shares(reserve: int, *, width: int, num_samples: int) -> None:

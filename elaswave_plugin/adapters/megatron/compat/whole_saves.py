@@ -33,13 +33,15 @@ from elaswave_plugin.recovery.drafts import Drafts
 
 
 class WholeSaves:
-    """The replacement of ``dist_checkpointing.save`` while a job trains."""
+    """The replacements of ``dist_checkpointing.save`` while a job trains, and of its loads."""
 
     def __init__(self, *, tracker: str | None = None) -> None:
         """``tracker``: the name of the file that the job's script opens once a save is done."""
         self._tracker = tracker
         # None until the job has its loop: a save before that is Megatron-Core's own.
         self.drafts: Drafts | None = None
+        # True while this worker builds its model beside the training of the others.
+        self.comes_later: Callable[[], bool] = lambda: False
         self._inside = False
 
     def save(self, native: Callable[..., None]) -> Callable[..., None]:
@@ -79,6 +81,30 @@ class WholeSaves:
 
         return save
 
+    def _load(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        """A worker that comes later meets nobody in the check that all read each shard once."""
+
+        @wraps(native)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            call = signature(native).bind(*args, **kwargs)
+            if self.comes_later():
+                call.arguments["validate_access_integrity"] = False
+            return native(*call.args, **call.kwargs)
+
+        return load
+
+    def _read(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        """It plans alone what it reads; its state comes from the others when it enters."""
+
+        @wraps(native)
+        def _load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            call = signature(native).bind(*args, **kwargs)
+            if self.comes_later():
+                call.arguments["no_dist"] = True
+            return native(*call.args, **call.kwargs)
+
+        return _load_state_dict
+
     def _begin(self) -> None:
         """A strategy of the torch_dist format begins to save."""
         if self.drafts is not None and not self._inside:
@@ -114,6 +140,20 @@ class WholeSaves:
                 self._beginning,
                 "what an interrupted save had written is no result of the next one",
                 hook=Hook(f"{strategies}:begin_save_hook", lambda method: self._begin),
+            ),
+            record(
+                f"{package}:load",
+                self._load,
+                "a worker that comes back finds a checkpoint, and nobody to load it with",
+                *("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "common_strategy"),
+                *("validate_access_integrity", "strict"),
+            ),
+            record(
+                "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
+                self._read,
+                "a worker that comes back has nobody to plan its reads with",
+                *("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist"),
+                "planner",
             ),
         ]
 

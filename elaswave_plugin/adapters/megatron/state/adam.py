@@ -6,6 +6,7 @@ parameter group, from the group's first step on.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from megatron.core.optimizer import distrib_optimizer
@@ -64,6 +65,18 @@ def applied_steps(inner: torch.optim.Optimizer) -> int:
     """The step count of whatever was updated most often; 0 where nothing was."""
     counting = inner.state.values() if isinstance(inner, _TORCH) else inner.param_groups
     return max((int(one["step"]) for one in counting if "step" in one), default=0)
+
+
+def settings_of(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group, beside its parameters.
+
+    The count that a load leaves in the groups of torch's Adam, which counts by parameter, is none.
+    """
+    beside = {"params", "step"} if isinstance(inner, _TORCH) else {"params"}
+    return [
+        {name: value for name, value in group.items() if name not in beside}
+        for group in inner.param_groups
+    ]
 
 
 def set_applied_steps(inner: torch.optim.Optimizer, count: int) -> None:

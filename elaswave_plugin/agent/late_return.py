@@ -1,0 +1,40 @@
+"""Says that a worker which was started again has not come back in the time that others took."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from elaswave_plugin.ipc.console import say
+from elaswave_plugin.ipc.stack_line import where_is
+
+if TYPE_CHECKING:
+    from elaswave_plugin.agent.seat import Seat
+
+# An import beside the training takes its time, and with a cold cache more than for the others.
+TIMES, LEAST_S = 2.0, 60.0
+
+
+def watch(seat: Seat) -> None:
+    """Look once whether the seat's present trainer may enter by then."""
+    common, trainer, took_s = seat.common, seat.trainer, seat.common.took_s
+    after_s = max(LEAST_S, TIMES * took_s)
+
+    def look() -> None:
+        has_come = trainer.facts is not None or trainer.delivered
+        if trainer.works and not has_come and common.exit_code is None:
+            Thread(target=tell, name="late", daemon=True).start()  # to find the line takes long
+
+    def tell() -> None:
+        line = where_is(trainer.pid, trainer.page.stack_fd) or "a line that cannot be read"
+        others = f"; others took {took_s:.0f} s" if took_s else ""
+        say(
+            f"worker {seat.slot} was started again {after_s:.0f} s ago and has not come so far as "
+            f"to enter{others}: it is in {line}; the job goes on without it"
+        )
+        common.reactor.post(lambda: seat.board.waits(line) if seat.trainer is trainer else None)
+        common.events.emit(
+            "late_return", slot=seat.slot, incarnation=trainer.incarnation, line=line
+        )
+
+    common.reactor.after(after_s, look)

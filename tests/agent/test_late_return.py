@@ -1,0 +1,73 @@
+"""A worker that was started again and is late is told with the line in which it waits."""
+
+import os
+from collections.abc import Callable
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaswave_plugin.agent import late_return
+from elaswave_plugin.agent.status_board import StatusBoard
+
+LINE = "rendezvous.py:120 in _create_c10d_store"
+
+
+class Later:
+    """A reactor whose time is the test's."""
+
+    def __init__(self) -> None:
+        self.due: list[tuple[float, Callable[[], None]]] = []
+        self.posted = Event()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.due.append((delay_s, action))
+
+    def post(self, action: Callable[[], None]) -> None:
+        action()
+        self.posted.set()
+
+
+def seat_of(*, took_s: float, facts: object = None, works: bool = True) -> Any:
+    page = SimpleNamespace(stack_fd=0)
+    trainer = SimpleNamespace(
+        pid=os.getpid(), page=page, facts=facts, delivered=False, works=works, incarnation=1
+    )
+    events = SimpleNamespace(emit=lambda kind, **fields: None)
+    common = SimpleNamespace(reactor=Later(), took_s=took_s, exit_code=None, events=events)
+    return SimpleNamespace(slot=3, common=common, trainer=trainer, board=StatusBoard(3))
+
+
+def shown(seat: Any) -> object:
+    return seat.board.report(None, now_s=0.0)["late_in"]
+
+
+def test_it_is_told_on_the_console_and_in_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(late_return, "where_is", lambda pid, stack_fd: LINE)
+    seat = seat_of(took_s=40.0)
+    late_return.watch(seat)
+    ((after_s, look),) = seat.common.reactor.due
+    assert after_s == 80.0
+    look()
+    assert seat.common.reactor.posted.wait(10)
+    told = "worker 3 was started again 80 s ago and has not come so far as to enter; others took 40"
+    assert f"elaswave: {told} s: it is in {LINE}; the job goes on" in capsys.readouterr().err
+    assert shown(seat) == LINE
+    seat.board.started(7, 2)
+    assert shown(seat) is None
+
+
+@pytest.mark.parametrize("state", [{"facts": "come"}, {"works": False}])
+def test_one_that_has_come_or_gone_is_not_late(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(late_return, "where_is", lambda pid, stack_fd: pytest.fail("it was asked"))
+    seat = seat_of(took_s=1.0, **state)
+    late_return.watch(seat)
+    ((after_s, look),) = seat.common.reactor.due
+    assert after_s == late_return.LEAST_S
+    look()
+    assert capsys.readouterr().err == "" and shown(seat) is None
