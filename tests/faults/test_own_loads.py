@@ -36,3 +36,9 @@ def test_it_loads_alone_what_all_would_load_together(
     check_equal(survived, undisturbed)
     assert entered(survived) == [(1, 1)]
     assert survived.output.count("loaded iter_") == 1
+    # The launch behind that one finds it too, and counts from 0, which its script has not said.
+    again = run(replace(spec, options=saves[:1]))
+    assert again.returncode == 0, again.output[-3000:]
+    assert again.output.count("the optimizer has made 8 steps, as a checkpoint has it") == 1
+    told = "the optimizer has made"
+    assert told not in undisturbed.output and told not in survived.output

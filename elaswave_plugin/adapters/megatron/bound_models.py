@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron.compat.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
-from elaswave_plugin.adapters.megatron.state.adam import settings_of
+from elaswave_plugin.adapters.megatron.state.adam import applied_steps, settings_of
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.core.layout.shards import ALIGNMENT
 from elaswave_plugin.core.planner.pipeline_flow import Flow
@@ -68,6 +68,11 @@ class BoundModels:
     def settings(self) -> list[dict[str, Any]]:
         """The settings of each of them, without a copy."""
         return [one for model in self.models for one in settings_of(model.inner_optimizer)]
+
+    @property
+    def applied_steps(self) -> int:
+        """The updates that the optimizers count, also those before a checkpoint."""
+        return max(applied_steps(model.inner_optimizer) for model in self.models)
 
     def before_updates(self, check: Callable[[Sequence[DistributedDataParallel]], None]) -> None:
         """Have the chunks of a model checked before its optimizer makes a step."""

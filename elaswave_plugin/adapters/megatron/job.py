@@ -269,6 +269,13 @@ class ElasticJob:
             return
         self._has_started = True
         self._framework.take_loaded()
+        loaded = self._framework.applied_steps
+        if loaded and not self._worker.completed and self._worker.owns_rank_0:
+            say(
+                f"the optimizer has made {loaded} steps, as a checkpoint has it, and the job begins"
+                " at step 0 and at the first sample: to go on behind the checkpoint, give job.bind "
+                "the completed steps as start_step"
+            )
         self._loop.start()
         self._sealed_weights = self._framework.weights_digest()
 
