@@ -156,6 +156,10 @@ class Member:
         guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
         outlive_shared_signals(self.progress_page)
 
+    def outlive(self, number: int) -> None:
+        """Have this signal, whatever handles it so far, end no trainer that works either."""
+        outlive_shared_signals(self.progress_page, anyway=(number,))
+
     def join(
         self, facts: WorkerFacts, timeout_s: float, *, respawn: int = 0
     ) -> Commit | said.StartDetached:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Collection
 from types import FrameType
 
 from elaswave_plugin.ipc.progress_page import ProgressPage
@@ -16,17 +17,18 @@ from elaswave_plugin.ipc.progress_page import ProgressPage
 SHARED = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def outlive_shared_signals(page: ProgressPage) -> None:
+def outlive_shared_signals(page: ProgressPage, *, anyway: Collection[int] = ()) -> None:
     """Have these signals end this process only where its agent wants so, by the page.
 
     This does nothing in other threads than the main one, or for signals that the script handles
-    itself, now or later. The signals are not ignored (SIG_IGN): what the trainer starts would
-    inherit that over exec as well, and multiprocessing ends its children by SIGTERM. The children
-    are as without this.
+    itself, now or later; those of `anyway` it takes over now. The signals are not ignored
+    (SIG_IGN): what the trainer starts would inherit that over exec as well, and multiprocessing
+    ends its children by SIGTERM. The children are as without this.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    numbers = [number for number in SHARED if signal.getsignal(number) is signal.SIG_DFL]
+    handlers = {number: signal.getsignal(number) for number in SHARED}
+    numbers = [one for one, now in handlers.items() if now is signal.SIG_DFL or one in anyway]
 
     def heard(number: int, frame: FrameType | None) -> None:
         if page.is_told_to_end:

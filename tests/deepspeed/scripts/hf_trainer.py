@@ -133,6 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--unflushed", action="store_true", help="W&B writes at its end only")
     parser.add_argument("--flawed", action="store_true", help="a tracker that opens on slot 0")
     parser.add_argument("--aim", action="store_true", help="its own callback")
+    parser.add_argument("--jit", action="store_true", help="a checkpoint at SIGTERM")
     parser.add_argument("--die", help="on slot 0, as in on_step_end@2")
     args, _ = parser.parse_known_args()
     return args
@@ -170,6 +171,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         include_num_input_tokens_seen="all",
         disable_tqdm=True,
         ddp_backend="gloo",
+        enable_jit_checkpoint=args.jit,
         remove_unused_columns=False,
     )
 

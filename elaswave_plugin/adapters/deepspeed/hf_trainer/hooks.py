@@ -21,6 +21,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
 from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
+from elaswave_plugin.adapters.deepspeed.hf_trainer.last_checkpoint import take_jit_checkpoint
 from elaswave_plugin.adapters.deepspeed.hf_trainer.resumed import place_of
 from elaswave_plugin.adapters.deepspeed.hf_trainer.trackers import Trackers
 from elaswave_plugin.adapters.deepspeed.hf_trainer.update import Update
@@ -171,6 +172,7 @@ class TrainerHooks:
                 ours = partial(ours, native)
             setattr(trainer, name, ours)
             self._job.at_leave.append(partial(setattr, trainer, name, native))
+        take_jit_checkpoint(self._job, trainer)
         self.trackers.take(trainer)
         self._job.reactions.append(self.trackers.follow)
         self._job.reactions.append(self._tell_of_metrics)

@@ -1,5 +1,6 @@
 """An engine that transformers.Trainer drives: each update is a step that is ours to call again."""
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -151,6 +152,16 @@ class TrainerJob(EngineJob):
         """True if losses are asked for their kind in this step, as long as it is not known."""
         step = self._worker.completed
         return not self.has_launch_shares or step & (step - 1) == 0
+
+    @property
+    def last_call(self) -> bool:
+        """True if every worker was told to leave, so that the job saves and ends."""
+        return self._worker.last_call
+
+    def saves_last(self) -> None:
+        """Tell that all workers save where they have to leave; SIGTERM is for the agents then."""
+        self._worker.member.saves_last()
+        self._worker.member.outlive(signal.SIGTERM)
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Passes in this block are none of the compiled ones."""
