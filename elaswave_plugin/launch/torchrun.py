@@ -60,6 +60,11 @@ from elaswave_plugin.launch.task import Task, be_task, meeting_name, tasks_of_no
 from elaswave_plugin.words import check_options, variable
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Of the DeepSpeed launcher, by the variables that it sets.
+UNHEARD = (
+    "the `deepspeed` command passes SIGTERM and SIGUSR1 on to nobody: to end the job with a last"
+    " checkpoint, signal all of its processes, or `elaswave drain --node 0 DIR`"
+)
 # What launchers set alike for all workers of a job, and otherwise for other jobs.
 _NAMES_OF_A_JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -129,6 +134,8 @@ def supervise(
         heartbeat=timeouts.heartbeat,
     )
     zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
+    if "CROSS_RANK" in env and "GROUP_RANK" not in env and env.get("RANK") == "0":
+        say(UNHEARD)
     die_with_parent(os.getppid())
     try:
         with explained_process_limit():

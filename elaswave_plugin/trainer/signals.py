@@ -27,8 +27,8 @@ def outlive_shared_signals(page: ProgressPage, *, anyway: Collection[int] = ()) 
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    handlers = {number: signal.getsignal(number) for number in SHARED}
-    numbers = [one for one, now in handlers.items() if now is signal.SIG_DFL or one in anyway]
+    found = {number: signal.getsignal(number) for number in SHARED}
+    numbers = [one for one, now in found.items() if now is signal.SIG_DFL or one in anyway]
 
     def heard(number: int, frame: FrameType | None) -> None:
         if page.is_told_to_end:

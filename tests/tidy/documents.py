@@ -20,6 +20,7 @@ LEDGER = ROOT / "patches" / "README.md"
 STEP_STATE = DOCS / "step_state.md"
 LATENCY = DOCS / "latency.md"
 LIMITS = DOCS / "limits.md"
+OPERATIONS = DOCS / "operations.md"
 PROOFS = DOCS / "proofs.md"
 ARCHITECTURE = DOCS / "architecture.md"
 HOW = "python -m tests.tidy.documents"
@@ -186,7 +187,7 @@ def with_block(text: str, name: str, body: str) -> str:
 
 def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
     """Every generated part but the ledger: its page, its name, and what writes it."""
-    from tests.tidy import features, function_index, proofs, refused, room_pages
+    from tests.tidy import features, function_index, proofs, refused, room_pages, told
 
     return (
         (ARCHITECTURE, "rooms", room_pages.rooms_list),
@@ -199,6 +200,7 @@ def parts() -> tuple[tuple[Path, str, Callable[[], str]], ...]:
         (LIMITS, "megatron-core", refused.megatron_list),
         (LIMITS, "megatron-lm", refused.megatron_lm_list),
         (LIMITS, "deepspeed", refused.deepspeed_list),
+        (OPERATIONS, "told", told.told_table),
         (PROOFS, "matrices", proofs.matrix_list),
         (PROOFS, "matrix results", proofs.results_line),
         *(

@@ -31,6 +31,7 @@ RUN_BY = {
     "elaswave rehearse COMMAND": REHEARSED,
     "elaswave rehearse elaswave run --nproc-per-node 4 train.py --elaswave": REHEARSED,
     "elaswave run --dir DIR": SHOWN,
+    "elaswave drain --node 0 DIR": "tests/faults/test_told.py::test_told_to_end",
     # An installer's.
     **dict.fromkeys(("pip install wandb", "pip install tensorboard"), None),
     **dict.fromkeys(("pip install -e .", "pip install -e .{}"), None),

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 
 
-class LastCheckpoint(TrainerCallback):  # type: ignore[misc]
+class LastCheckpoint(TrainerCallback):
     """Saves and ends the training behind the step after which all workers leave."""
 
     def __init__(self, job: TrainerJob, trainer: Any) -> None:
