@@ -10,10 +10,10 @@ from typing import NamedTuple
 class Becomes(StrEnum):
     """The end of the job, or none."""
 
-    SAVED = "all leave after one step, one whole last checkpoint"
-    LEFT = "all leave at once, nothing is saved"
-    UNHEARD = "nobody is told: the job goes on"
-    KILLED = "the launcher ends, and all workers with it; nothing is saved"
+    SAVED = "all leave after one last checkpoint"
+    LEFT = "all leave, nothing is saved"
+    UNHEARD = "nobody hears it"
+    KILLED = "the launcher and all workers end, nothing is saved"
 
 
 class Case(NamedTuple):
