@@ -70,6 +70,8 @@ def check_is_short(diff: Diff, tree: Path) -> None:
 
 # Replaced in a patched tree as well: a method of a class, and a module in the place of a module.
 WITHOUT_HOOK = {
+    "megatron.core.dist_checkpointing:load",
+    "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
     "megatron.core.energy_monitor:EnergyMonitor.lap",
     "megatron.core.energy_monitor:EnergyMonitor.get_total",
     "megatron.training.checkpointing:mpu",
