@@ -68,7 +68,8 @@ def check_is_short(diff: Diff, tree: Path) -> None:
     assert sum(line.startswith("+") for line in "".join(hunks).splitlines()) <= MAX_ADDED_LINES
 
 
-# Replaced in a patched tree as well: a method of a class, and a module in the place of a module.
+# Replaced in a patched tree as well: a method of a class, a module in the place of a module, and
+# what a worker that comes back alone reads with.
 WITHOUT_HOOK = {
     "megatron.core.dist_checkpointing:load",
     "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
