@@ -9,15 +9,16 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.stack_line import where_is
 
 if TYPE_CHECKING:
+    from elaswave_plugin.agent.common import Common
     from elaswave_plugin.agent.seat import Seat
 
 # An import beside the training takes its time, and with a cold cache more than for the others.
 TIMES, LEAST_S = 2.0, 60.0
 
 
-def watch(seat: Seat) -> None:
+def watch(common: Common, seat: Seat) -> None:
     """Look once whether the seat's present trainer may enter by then."""
-    common, trainer, took_s = seat.common, seat.trainer, seat.common.took_s
+    trainer, took_s = seat.trainer, common.took_s
     after_s = max(LEAST_S, TIMES * took_s)
 
     def look() -> None:

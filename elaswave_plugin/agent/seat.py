@@ -50,7 +50,7 @@ class Seat:
     """The trainers of one slot, started in one place of the node."""
 
     def __init__(self, common: Common, slot: int, place: int) -> None:
-        self.common = self._common = common
+        self._common = common
         self.slot = slot
         self.place = place
         self.board = StatusBoard(slot)
@@ -72,7 +72,7 @@ class Seat:
         self._attach(incarnation)
         self._started_s = time.monotonic()
         if incarnation:
-            watch(self)
+            watch(common, self)
         env = {
             **spec.envs[self.place],
             SLOT: str(self.slot),

@@ -60,7 +60,7 @@ from elaswave_plugin.launch.task import Task, be_task, meeting_name, tasks_of_no
 from elaswave_plugin.words import check_options, variable
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Of the DeepSpeed launcher, by the variables that it sets.
+# Of the DeepSpeed launcher on one node, by the variables that it sets (launcher/launch.py).
 UNHEARD = (
     "the `deepspeed` command passes SIGTERM and SIGUSR1 on to nobody: to end the job with a last"
     " checkpoint, signal all of its processes, or `elaswave drain --node 0 DIR`"
@@ -134,7 +134,7 @@ def supervise(
         heartbeat=timeouts.heartbeat,
     )
     zygote = getattr(options, "elaswave_zygote", None) or env.get("ELASWAVE_ZYGOTE")
-    if "CROSS_RANK" in env and "GROUP_RANK" not in env and env.get("RANK") == "0":
+    if env.get("CROSS_SIZE") == "1" and "GROUP_RANK" not in env and env.get("RANK") == "0":
         say(UNHEARD)
     die_with_parent(os.getppid())
     try:

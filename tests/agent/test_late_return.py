@@ -48,7 +48,7 @@ def test_it_is_told_on_the_console_and_in_the_status(
 ) -> None:
     monkeypatch.setattr(late_return, "where_is", lambda pid, stack_fd: LINE)
     seat = seat_of(took_s=40.0)
-    late_return.watch(seat)
+    late_return.watch(seat.common, seat)
     ((after_s, look),) = seat.common.reactor.due
     assert after_s == 80.0
     look()
@@ -66,7 +66,7 @@ def test_one_that_has_come_or_gone_is_not_late(
 ) -> None:
     monkeypatch.setattr(late_return, "where_is", lambda pid, stack_fd: pytest.fail("it was asked"))
     seat = seat_of(took_s=1.0, **state)
-    late_return.watch(seat)
+    late_return.watch(seat.common, seat)
     ((after_s, look),) = seat.common.reactor.due
     assert after_s == late_return.LEAST_S
     look()
