@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,12 +51,17 @@ def within(limit_s: float) -> Iterator[None]:
 class Deadline:
     """A hard limit, in seconds in which nothing waited for a processor: what hangs uses none."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._began_s, self._waited_s = time.monotonic(), waited_s()
+    def __init__(
+        self,
+        limit_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+        waited_s: Callable[[], float] = waited_s,
+    ) -> None:
+        self._limit_s, self._now_s, self._busy_s = limit_s, now_s, waited_s
+        self._began_s, self._waited_s = now_s(), waited_s()
 
     def left_s(self) -> float:
         """Return the seconds that are left if all is idle from now on, 0 once it has passed."""
-        elapsed_s = time.monotonic() - self._began_s
-        idle_s = elapsed_s - (waited_s() - self._waited_s)
+        elapsed_s = self._now_s() - self._began_s
+        idle_s = elapsed_s - (self._busy_s() - self._waited_s)
         return max(0.0, min(self._limit_s - idle_s, MOST * self._limit_s - elapsed_s))
