@@ -29,7 +29,7 @@ from elaswave_plugin.rehearsal.schedule import (
 from elaswave_plugin.rehearsal.screen import RehearsalScreen, show
 from elaswave_plugin.rehearsal.tree import changed, look_at
 
-EQUAL, DIFFERS, REFUSED = 0, 1, 2
+EQUAL, DIFFERS = 0, 1
 _ALWAYS = (
     *OFF,
     ("dump_state", "last"),
@@ -65,10 +65,8 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 equal, 1 differs, 2 where files of the user's were changed."""
-        if any(run.first is not None for run in self.runs):
-            return DIFFERS
-        return REFUSED if self.changed_files and not self.options.overwrites else EQUAL
+        """0 equal, 1 differs; changed files are no verdict, as others may have changed them."""
+        return DIFFERS if any(run.first is not None for run in self.runs) else EQUAL
 
     def to_json(self) -> dict[str, Any]:
         """One document."""
@@ -102,7 +100,7 @@ def rehearse(options: RehearsalOptions, console: Console) -> int:
     verdict.seconds = time.monotonic() - began_s
     if options.json_file is not None:
         options.json_file.write_text(json.dumps(verdict.to_json(), indent=2) + "\n")
-    show(console, verdict.to_json(), overwrites=options.overwrites)
+    show(console, verdict.to_json())
     return verdict.exit_code
 
 

@@ -58,7 +58,7 @@ class RehearsalScreen:
         )
 
 
-def show(console: Console, verdict: Mapping[str, Any], *, overwrites: bool) -> None:
+def show(console: Console, verdict: Mapping[str, Any]) -> None:
     """The table, the first difference of each run, and what changed in the working directory."""
     table = Table(title=f"{verdict['steps']} steps, {verdict['workers']} workers")
     for column in ("run", "what was done", "compared with", "result", "s"):
@@ -81,8 +81,8 @@ def show(console: Console, verdict: Mapping[str, Any], *, overwrites: bool) -> N
         console.print("one replica only: no other can take over its work, and nothing was compared")
     if verdict["changed_files"]:
         names = ", ".join(verdict["changed_files"][:10])
-        said = "as --overwrite allows" if overwrites else "give --overwrite to allow it"
-        console.print(f"changed in the working directory: {names} ({said})", highlight=False)
+        said = "new or changed in the working directory, by the script or by another program"
+        console.print(f"{said}: {names}", highlight=False)
     if any(run["numbers_of_newcomers"] for run in verdict["runs"]):
         console.print(
             "    such a number is no difference: give its object to elaswave_plugin.keep if the"

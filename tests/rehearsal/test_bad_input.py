@@ -92,10 +92,11 @@ def test_a_file_of_the_users_is_refused(rehearse: Rehearse, tmp_path: Path) -> N
     assert log.read_text() == "of last week\n"
 
 
-@proves(Kind.WRONG_INPUT, Promise.REFUSED)
-def test_what_else_changed_is_named(rehearse: Rehearse) -> None:
+@proves(Kind.NOTHING, Promise.NAMED)
+def test_what_is_new_is_named_and_is_no_verdict(rehearse: Rehearse) -> None:
     options = ("--log-losses=losses.txt",)
     ended = rehearse(JobSpec(nproc=2, steps=20, options=options), runs=("dealt-otherwise",))
-    assert ended.exit_code == 2, ended.output
+    assert ended.exit_code == 0, ended.output
+    assert "new or changed in the working directory, by the script or" in ended.output
     assert ended.verdict["equal"]
     assert ended.verdict["changed_files"] == ["losses.txt"]
