@@ -145,8 +145,6 @@ class WholeSaves:
                 f"{package}:load",
                 self._load,
                 "a worker that comes back finds a checkpoint, and nobody to load it with",
-                *("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "common_strategy"),
-                *("validate_access_integrity", "strict"),
             ),
             record(
                 "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
