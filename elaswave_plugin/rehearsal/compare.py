@@ -189,6 +189,10 @@ class Reference:
     def __init__(self, undisturbed: RunRecords) -> None:
         self._common = dict(_common(undisturbed.values()))
         self._notes = dict(_common(undisturbed.notes()))
+        every = {what for _, what, _, _ in undisturbed.values() if what.kind not in _OF_PASSES}
+        own = every - {what for _, what in self._common}
+        self.own = tuple(sorted({f"{one.kind} {one.name.partition('[')[0]}" for one in own}))
+        """What each worker has of its own, so that it is not compared, by kind and name."""
 
     def differences(self, run: RunRecords) -> list[Difference]:
         """List everything of ``run`` that differs, the first one first."""

@@ -60,6 +60,7 @@ class Verdict:
     options: RehearsalOptions
     facts: Facts
     runs: list[Judged] = field(default_factory=list)
+    not_compared: tuple[str, ...] = ()
     changed_files: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -80,6 +81,7 @@ class Verdict:
             "workers": self.facts.workers,
             "promised": "bits" if self.facts.exact else "the planned change",
             "runs": [run.to_json() for run in self.runs],
+            "not_compared": list(self.not_compared),
             "changed_files": self.changed_files,
         }
 
@@ -123,7 +125,8 @@ def _rehearsed(options: RehearsalOptions, folder: Path, console: Console) -> Ver
         order, ended = run("undisturbed", "undisturbed", {})
         _check_refused(order)
         undisturbed = Undisturbed.read(order, ended, steps=options.steps)
-        verdict = Verdict(options=options, facts=undisturbed.facts)
+        own = undisturbed.reference.own
+        verdict = Verdict(options=options, facts=undisturbed.facts, not_compared=own)
         for one in _chosen(options, undisturbed.facts):
             order, ended = run(one.name, one.title, _settings(one), rotates=one.rotates)
             _check_refused(order)

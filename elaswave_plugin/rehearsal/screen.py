@@ -1,6 +1,6 @@
 """Shows a rehearsal: which run goes on, how far it is, and the table of what was found."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from elaswave_plugin.tracking.events import STEPS_FILE
+
+# Of a list of names.
+MOST_NAMES = 10
 
 
 class RehearsalScreen:
@@ -79,10 +82,14 @@ def show(console: Console, verdict: Mapping[str, Any]) -> None:
         _show_numbers(console, run)
     if not verdict["runs"]:
         console.print("one replica only: no other can take over its work, and nothing was compared")
+    if verdict["not_compared"]:
+        said = "not compared, as each worker has its own"
+        names = _named(verdict["not_compared"])
+        console.print(f"{said}: {names}", markup=False, highlight=False)
     if verdict["changed_files"]:
-        names = ", ".join(verdict["changed_files"][:10])
+        names = _named(verdict["changed_files"])
         said = "new or changed in the working directory, by the script or by another program"
-        console.print(f"{said}: {names}", highlight=False)
+        console.print(f"{said}: {names}", markup=False, highlight=False)
     if any(run["numbers_of_newcomers"] for run in verdict["runs"]):
         console.print(
             "    such a number is no difference: give its object to elaswave_plugin.keep if the"
@@ -90,6 +97,11 @@ def show(console: Console, verdict: Mapping[str, Any]) -> None:
         )
     result = "equal" if verdict["equal"] else "differs"
     console.print(f"[bold]{result}[/] in {verdict['seconds']:.0f} s")
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more (--json)" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _show_difference(console: Console, run: Mapping[str, Any]) -> None:

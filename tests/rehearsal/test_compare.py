@@ -45,6 +45,11 @@ def test_the_same_work_by_others_is_equal() -> None:
     assert Reference(UNDISTURBED).differences(other) == []
 
 
+def test_what_is_each_workers_own_is_named() -> None:
+    """Samples and draws are of a pass, whoever runs it."""
+    assert Reference(UNDISTURBED).own == ("script batch",)
+
+
 def test_the_first_difference_is_the_earliest_one() -> None:
     other = run(
         state(0, 2, tensors={"weight a": 3}),
