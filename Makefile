@@ -42,7 +42,9 @@ durations: $(STAMP)
 
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring
-	$(VENV)/bin/python -m pytest -q -m "fault or slow"
+	$(VENV)/bin/python -m pytest -q -m "fault or slow" --ignore=tests/faults/test_told.py
+	$(VENV)/bin/python -m pytest -q -m slow --record-results=benchmarks/told.json \
+		tests/faults/test_told.py
 	$(VENV)/bin/python -m tests.matrix $(ARGS)
 
 chaos: $(STAMP)

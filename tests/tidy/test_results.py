@@ -13,7 +13,7 @@ import pytest
 from tests.results import Results
 from tests.tidy.documents import ROOT
 
-FILES = ("benchmarks/megatron_lm.json", "benchmarks/python312.json")
+FILES = ("benchmarks/megatron_lm.json", "benchmarks/python312.json", "benchmarks/told.json")
 
 
 def report(case: str, outcome: str, why: str = "") -> Any:
