@@ -147,9 +147,10 @@ def test_a_newcomer_that_is_stopped_is_found(run: Launch, reference: Reference) 
     assert [event["incarnation"] for event in hung.events("entered")] == [2]
 
 
-# One worker sleeps in the kernel, where no signal wakes it, until its child has ended.
+# One worker sleeps in the kernel, where no signal wakes it, until its child has ended. The child
+# has no other thread: if one had asked for the interpreter's lock, it would be awaited for ever.
 HELD = """
-import ctypes, os, time
+import ctypes, os, sys, time
 from elaswave_plugin.recovery.phases import Phases
 fire, held = Phases.fire, []
 def hold(self, name):
@@ -159,9 +160,13 @@ def hold(self, name):
             "fault_fired", slot=1, step=4, phase=name, pid=os.getpid(), at_s=time.time()
         )
         CLONE_VFORK, SIGCHLD, SYS_CLONE = 0x4000, 17, 56
-        if ctypes.PyDLL(None).syscall(SYS_CLONE, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:
-            time.sleep({seconds})
-            os._exit(0)
+        libc, interval_s = ctypes.PyDLL(None), sys.getswitchinterval()
+        sys.setswitchinterval(1000)
+        time.sleep(0.02)  # those that wait for the lock by the old interval have it meanwhile
+        if libc.syscall(SYS_CLONE, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0:
+            libc.sleep({seconds})
+            libc._exit(0)
+        sys.setswitchinterval(interval_s)
     fire(self, name)
 Phases.fire = hold
 """
