@@ -33,7 +33,11 @@ def watch(common: Common, seat: Seat) -> None:
             f"worker {seat.slot} was started again {after_s:.0f} s ago and has not come so far as "
             f"to enter{others}: it is in {line}; the job goes on without it"
         )
-        common.reactor.post(lambda: seat.board.waits(line) if seat.trainer is trainer else None)
+        common.reactor.post(lambda: note(line))
+
+    def note(line: str) -> None:
+        if seat.trainer is trainer:
+            seat.board.waits(line)
         common.events.emit(
             "late_return", slot=seat.slot, incarnation=trainer.incarnation, line=line
         )

@@ -1,15 +1,19 @@
 """A job whose workers are killed while they write checkpoints, and what is left of these."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.checkpoints.reader import differences, read_checkpoint
 from tests.checkpoints.striker import MEGATRON, POINTS, TRACKER, Kind, Striker
 from tests.convoys import Convoy
 from tests.faults.harness import JobSpec, Outcome, Trace, Zygote, started
 
+Run = Callable[[Any], Outcome]
 _FOLDER = MEGATRON.folder
 # Of Megatron-LM's arguments, which it saves: who wrote, and where.
 _OF_THE_WRITER = {
@@ -42,6 +46,24 @@ def struck(
         output=(directory / "output").read_text(),
         seconds=time.monotonic() - began_s,
     )
+
+
+def saving(
+    launch: Run,
+    zygote: Zygote,
+    data: Path,
+    folders: pytest.TempPathFactory,
+    script: Path | None = None,
+) -> Run:
+    """Launches as `launch` does, but for jobs that save to SAVED: they are struck while they do."""
+
+    def launched(spec: JobSpec) -> Outcome:
+        if not any("SAVED" in option for option in spec.options):
+            return launch(spec)
+        spec = spec if script is None else replace(spec, script=str(script))
+        return struck(spec, zygote=zygote, data=data, directory=folders.mktemp("struck"))
+
+    return launched
 
 
 def check_struck(convoy: Convoy, reference: Outcome) -> None:

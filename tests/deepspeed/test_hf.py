@@ -206,12 +206,16 @@ def test_loaders_that_nobody_could_read_again_are_refused(
 
 @proves(Kind.KILL, Promise.NAMED)
 def test_a_lost_worker_stays_away_and_more_is_refused(
-    run: Launch, monkeypatch: pytest.MonkeyPatch
+    run: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from elaswave_plugin.adapters.deepspeed.accelerate import accelerate
 
     monkeypatch.setattr(accelerate, "_drives", lambda: True)
-    assert accelerate.without_newcomers(ElasticConfig(), 0).respawn == 0
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert accelerate.without_newcomers(ElasticConfig(), 0).respawn == 0
+    said = "elaswave: a worker that is lost stays away, and the others do its work: a script on HF"
+    assert capsys.readouterr().err.count(said) == 1
     with pytest.raises(ConfigurationError, match="--reserve is 1, and a script on HF Accelerate"):
         accelerate.without_newcomers(ElasticConfig(), 1)
     refused = run(spec_of(respawn=5))

@@ -20,7 +20,7 @@ from tests.checkpoints.struck import (
     check_struck,
     losses,
     saves_of,
-    struck,
+    saving,
 )
 from tests.convoys import Convoy, convoys, verdicts
 from tests.faults.conftest import Launch
@@ -64,14 +64,7 @@ def run(
     run: Launch, zygote: Zygote, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Launch:
     """Launch a job, which is struck from outside while it saves."""
-
-    def launched(spec: JobSpec) -> Outcome:
-        if not any("SAVED" in option for option in spec.options):
-            return run(spec)
-        directory = tmp_path_factory.mktemp("struck")
-        return struck(spec, zygote=zygote, data=data, directory=directory)
-
-    return launched
+    return saving(run, zygote, data, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ RUN_BY = (
     ),
     RunBy(
         r"mpirun .*",
-        "tests/launch/test_torchrun.py::test_mpiruns_variables_are_read",
+        reason="needs MPI; test_mpiruns_variables_are_read sets what it sets",
     ),
     RunBy(r"srun .*", "tests/schedulers/test_slurm.py::test_srun_with_one_task_a_worker"),
     RunBy(
@@ -184,7 +184,7 @@ RUN_BY = (
     # Of the project itself.
     RunBy(
         r"python -m benchmarks\.gpu.*|sh (?:gpu|install)\.sh.*|make gpu.*",
-        "tests/gpu/test_kit.py::test_an_item_s_logic_on_a_stand_in",
+        reason="needs a GPU; test_an_item_s_logic_on_a_stand_in runs each item's logic without",
     ),
     RunBy(
         r"python -m tests\.explore",

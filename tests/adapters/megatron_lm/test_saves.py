@@ -19,7 +19,7 @@ from tests.checkpoints.struck import (
     check_struck,
     losses,
     saves_of,
-    struck,
+    saving,
 )
 from tests.convoys import Convoy, convoys
 from tests.faults.harness import Outcome, Zygote
@@ -59,14 +59,7 @@ def run(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Launch:
     """Launch a job, which is struck from outside while it saves."""
-
-    def launched(spec: ScriptSpec) -> Outcome:
-        if not any("SAVED" in option for option in spec.options):
-            return run(spec)
-        directory, spec = tmp_path_factory.mktemp("struck"), replace(spec, script=str(script))
-        return struck(spec, zygote=zygote, data=data, directory=directory)
-
-    return launched
+    return saving(run, zygote, data, tmp_path_factory, script)
 
 
 @pytest.fixture(scope="module")

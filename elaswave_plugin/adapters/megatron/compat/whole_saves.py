@@ -81,29 +81,20 @@ class WholeSaves:
 
         return save
 
-    def _load(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        """A worker that comes later meets nobody in the check that all read each shard once."""
+    def _alone(self, **given: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A worker that comes later calls it with these arguments, since it meets nobody there."""
 
-        @wraps(native)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            call = signature(native).bind(*args, **kwargs)
-            if self.comes_later():
-                call.arguments["validate_access_integrity"] = False
-            return native(*call.args, **call.kwargs)
+        def made(native: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(native)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                bound = signature(native).bind(*args, **kwargs)
+                if self.comes_later():
+                    bound.arguments.update(given)
+                return native(*bound.args, **bound.kwargs)
 
-        return load
+            return call
 
-    def _read(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        """It plans alone what it reads; its state comes from the others when it enters."""
-
-        @wraps(native)
-        def _load_state_dict(*args: Any, **kwargs: Any) -> Any:
-            call = signature(native).bind(*args, **kwargs)
-            if self.comes_later():
-                call.arguments["no_dist"] = True
-            return native(*call.args, **call.kwargs)
-
-        return _load_state_dict
+        return made
 
     def _begin(self) -> None:
         """A strategy of the torch_dist format begins to save."""
@@ -143,12 +134,12 @@ class WholeSaves:
             ),
             record(
                 f"{package}:load",
-                self._load,
+                self._alone(validate_access_integrity=False),
                 "a worker that comes back finds a checkpoint, and nobody to load it with",
             ),
             record(
                 "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
-                self._read,
+                self._alone(no_dist=True),
                 "a worker that comes back has nobody to plan its reads with",
                 *("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist"),
                 "planner",
