@@ -258,7 +258,7 @@ class ElasticConfig(BaseModel):
     )
     hang_start_timeout_s: _Seconds = Field(
         60.0,
-        description="the same, if longer, for what was not measured yet: the first three "
+        description="the same in seconds, if longer, until it is measured: the first three "
         "steps, the first passes of an evaluation, and its work between two passes; while "
         "torch.compile compiles, up to half an hour",
     )
@@ -270,7 +270,7 @@ class ElasticConfig(BaseModel):
     )
     data_timeout_s: _Seconds = Field(
         30.0,
-        description="the same, if longer, for the phase that reads data: storage may stall "
+        description="the same in seconds, if longer, for reading data: storage may stall "
         "for all workers of a stage at once",
     )
     dataflow: Literal["auto", "redeal", "reroute", "resize"] = Field(
