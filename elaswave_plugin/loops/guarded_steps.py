@@ -70,12 +70,6 @@ class GuardedSteps:
             self.worker.state.await_start()
             self.worker.phases.between_steps()
 
-    def enter(self) -> None:
-        """A worker that comes later enters the job, before its first step."""
-        if self.worker.detached:
-            self.worker.ask_to_enter()
-            self.recover()
-
     def begin(self) -> None:
         """A step begins; a worker whose departure is planned leaves here.
 
@@ -200,91 +194,3 @@ class GuardedSteps:
         record = self.worker.recovery_over()
         if record is not None:
             self._on_recovered(record)
-
-
-class ElasticLoop:
-    """Runs the work of one trainer so that a change of the view interrupts and redoes it."""
-
-    def __init__(self, steps: GuardedSteps) -> None:
-        self.worker = steps.worker
-        self._steps = steps
-        self._train_step: Callable[[], StepReport] | None = None
-        self._report: StepReport | None = None
-
-    @property
-    def works_done(self) -> int:
-        """The number of pieces of work between steps that all workers have completed."""
-        return self._steps.works_done
-
-    def start(self) -> None:
-        """Seal the initial state; no worker trains before all have done so."""
-        self._run(self._steps.sealed_everywhere, steps=0)
-
-    def step(self, train_step: Callable[[], StepReport]) -> StepReport:
-        """Complete the next step; ``train_step()`` runs once, and again for every redo.
-
-        After a roll-back the earlier step is redone first; the report is the wanted step's.
-        """
-        self._train_step = train_step
-        self._steps.enter()
-        self._run(lambda: None, steps=self.worker.completed + 1)
-        assert self._report is not None
-        return self._report
-
-    def run(self, work: Callable[[], Result], *, phase: str, detached: Result) -> Result | None:
-        """Run work between steps, announced as ``phase``; it starts again after a recovery.
-
-        All leave it together. ``detached``: what a worker gets that is not in the job yet and
-        so has no part in it. None for a save that failed.
-        """
-        if self.worker.detached:
-            return detached
-        steps, wanted = self._steps, self._steps.works_done + 1
-        results: list[Result | None] = []
-        epoch, kept = self.worker.view.epoch, steps.state.keep()
-
-        def once() -> Result | None:
-            nonlocal kept
-            if self.worker.view.epoch != epoch:
-                steps.state.put_back(kept)
-            if steps.works_done < wanted:
-                results.append(steps.announced(work, phase))
-                kept = steps.state.keep()
-                steps.finish_work()
-            return results[-1]
-
-        return self._run(once, steps=self.worker.completed)
-
-    def finish(self, *, before_leaving: Callable[[], object]) -> None:
-        """Leave when all workers have completed their last step."""
-        self._run(dist.barrier, steps=self.worker.completed)
-        before_leaving()
-        self.worker.close()
-
-    def _run(self, work: Callable[[], Result], *, steps: int) -> Result:
-        """Run ``work`` once ``steps`` steps are complete, whatever interrupts on the way."""
-
-        def attempt() -> Result:
-            while self.worker.completed < steps:
-                self.worker.relief.step(self._attempt_step)
-            self.worker.phases.step = self.worker.completed
-            self.worker.state.complete()
-            result = work()
-            self._steps.note_recovery()
-            return result
-
-        return guarded(attempt, self._recover, blame=self._steps.blame)
-
-    def _recover(self) -> None:
-        self._steps.recover()
-
-    def _attempt_step(self) -> None:
-        self._steps.begin()
-        assert self._train_step is not None
-        self._report = self._train_step()
-        if not self.worker.state.is_updated:
-            # A step that skips its update makes no grad norm, after which the older snapshot may
-            # be overwritten: this barrier proves the same.
-            self.worker.state.begin_update()
-            dist.barrier()
-        self._steps.complete(self._report)

@@ -1,7 +1,7 @@
 """Collectives that a script calls between two steps, in the body of its loop.
 
 That body cannot be called again. All-reduces, broadcasts and barriers of all workers are work that
-starts again after a loss, as `ElasticLoop.run` does it: if one worker has left it with its result,
+starts again after a loss, as `CallLog.run` does it: if one worker has left it with its result,
 so do all. Any other collective that a loss interrupts ends the job with a sentence.
 """
 
@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 import torch
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.loops.guarded_steps import ElasticLoop
+from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.trainer.fatal import end_in_a_sentence
 
 
 class LoopBody:
     """The body of a script's loop: whether the script is in it, and what collectives do there."""
 
-    def __init__(self, loop: ElasticLoop) -> None:
+    def __init__(self, loop: CallLog) -> None:
         self._loop = loop
         self._worker = loop.worker
 

@@ -198,14 +198,14 @@ def test_a_middle_stage_of_four_comes_back(
 # The newcomer dies in the middle of what the others have behind them.
 DIES_ON_ITS_WAY = """
 import os, signal
-from elaswave_plugin.loops.counted import CountedLoop
-passing = CountedLoop._pass
+from elaswave_plugin.loops.call_log import CallLog
+passing = CallLog._pass
 def die(self):
     if self.worker.member.incarnation == 1 and self._passed == 3:
         self.worker.events.emit("died_on_its_way", slot=self.worker.slot)
         os.kill(os.getpid(), signal.SIGKILL)
     passing(self)
-CountedLoop._pass = die
+CallLog._pass = die
 """
 
 

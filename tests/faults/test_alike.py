@@ -86,8 +86,8 @@ BARRIER = """\
 DIES = """
 import glob, os, signal, time
 import torch.distributed as dist
-from elaswave_plugin.loops.guarded_steps import ElasticLoop
-start, barrier, loops = ElasticLoop.start, dist.barrier, []
+from elaswave_plugin.loops.call_log import CallLog
+start, barrier, loops = CallLog.start, dist.barrier, []
 def started(self):
     start(self)
     loops.append(self)
@@ -100,7 +100,7 @@ def dying(*args, **kwargs):
         loops[0].worker.events.emit("died_before_training")
         os.kill(os.getpid(), signal.SIGKILL)
     return barrier(*args, **kwargs)
-ElasticLoop.start, dist.barrier = started, dying
+CallLog.start, dist.barrier = started, dying
 """
 
 

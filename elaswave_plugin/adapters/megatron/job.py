@@ -66,7 +66,8 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
-from elaswave_plugin.loops.guarded_steps import ElasticLoop, GuardedSteps
+from elaswave_plugin.loops.call_log import Attempt, CallLog
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
@@ -224,7 +225,7 @@ class ElasticJob:
             counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = ElasticLoop(steps)
+        self._loop = CallLog(steps)
         self._body = LoopBody(self._loop)
         self._own_numbers = OwnNumbers(
             self._worker,
@@ -383,8 +384,10 @@ class ElasticJob:
         return self._worker.completed
 
     @ends_in_a_sentence
-    def _step(self, attempt: Callable[[], StepReport]) -> StepReport:
-        return self._loop.step(attempt)
+    def _step(self, attempt: Attempt) -> StepReport:
+        report = self._loop.step(attempt)
+        assert report is not None  # as none is passed over or given up
+        return report
 
     @ends_in_a_sentence
     def finish(self) -> None:
@@ -415,9 +418,9 @@ class ElasticJob:
         if last_checkpoint is not None:
             self._worker.member.saves_last()
 
-        def attempt() -> StepReport:
+        def attempt(step: int) -> StepReport:
             self._own_numbers.begin()
-            rng.settle(self._seed, rng.STEP, self._worker.completed)
+            rng.settle(self._seed, rng.STEP, step)
             self._gradients.begin()
             with (
                 self._framework.modes_kept(),

@@ -1,7 +1,7 @@
 """The replacements of Megatron-LM's functions: each takes the native one, and calls it.
 
 Every place that contains a collective outside of a training step is a piece of the loop, which
-starts again after a recovery; see ``loops/script.py``.
+starts again after a recovery; see ``loops/call_log.py``.
 """
 
 import os

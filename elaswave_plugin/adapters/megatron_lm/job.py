@@ -48,8 +48,8 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
+from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.loops.script import ScriptLoop
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 
@@ -104,12 +104,11 @@ class LmJob:
         self._tracker = tracker_of(self.worker)
         self._loaders: list[Loader] = []
         self._shard: FlatShard | None = None
-        self._loop: ScriptLoop | None = None
+        self._loop: CallLog | None = None
         # What the last training step has read: so many samples of each of these.
         self._trained_from: list[Loader] = []
         self._trained_samples = 0
-        # The last step that was trained, and the iterators of them all.
-        self._attempt: Callable[[int], StepReport | None] | None = None
+        # The iterators of all training steps.
         self._train_data: Any = None
         # Megatron-LM's iterators of the present call, which can replay a step's batches.
         self._replays: list[RerunDataIterator] = []
@@ -253,10 +252,11 @@ class LmJob:
             counted_by="args.curr_iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = ScriptLoop(steps, variables=self.variables)
+        self._loop = CallLog(steps, knowledge=self.variables)
         if args.save:
             worker.member.saves_last()
         self._loop.start()
+        self._loop.enter()
         self._tell_rank()
         self._recording.patched(patched)
         sizes = {"num_microbatches": self._num_microbatches}
@@ -315,7 +315,7 @@ class LmJob:
             self._args.curr_iteration = iteration
             rng.settle(self._seed, rng.STEP, iteration)
             if iteration in self._args.iterations_to_skip:
-                return self._pass_over()
+                return self._pass_over(iteration)
             with self._framework.modes_kept():
                 losses, *others = train_step(iteration)
             # The last rank logs them, and need not be in the last stage after a loss.
@@ -335,26 +335,17 @@ class LmJob:
 
         assert self._loop is not None
         self.variables.first_step()
-        self._attempt = attempt
         self._loop.step(attempt)
         return results[-1]
 
     def pass_over(self) -> None:
         """Complete a step that the script skips: its samples are read, and nothing is trained."""
-
-        def attempt(iteration: int) -> StepReport | None:
-            if iteration in self._args.iterations_to_skip:
-                self._args.curr_iteration = iteration
-                return self._pass_over()
-            # The step before it, after a roll-back.
-            assert self._attempt is not None
-            return self._attempt(iteration)
-
         assert self._loop is not None
         self.variables.first_step()
-        self._loop.step(attempt)
+        self._loop.step(self._pass_over)
 
-    def _pass_over(self) -> StepReport:
+    def _pass_over(self, iteration: int) -> StepReport:
+        self._args.curr_iteration = iteration
         machine, count = get_rerun_state_machine(), self.width * get_num_microbatches()
         iterators = self._train_data if isinstance(self._train_data, list) else [self._train_data]
         loaders = [_loader_of(one) for one in iterators]
@@ -370,9 +361,6 @@ class LmJob:
             self._microbatches.pass_over(read, num_microbatches=count)
         for loader in loaders:
             loader.advance(count * self._args.micro_batch_size)
-        # No grad norm proves that all workers have come here, before a snapshot is overwritten.
-        self.worker.state.begin_update()
-        dist.barrier()
         nan, lr = float("nan"), self._framework.learning_rate()
         return StepReport(loss=nan, grad_norm=nan, lr=lr, tokens=0)
 

@@ -5,10 +5,12 @@ since the last line of its log, whether the forward pass gathers weights, and si
 runs, only those know who have been there.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 # What loading a checkpoint sets in the arguments, besides the counters of side_state.py.
 _LOADED = ("iteration", "num_floating_point_operations_so_far", "finetune")
@@ -71,9 +73,11 @@ class LoopVariables:
 
     # ---- on a worker that came later ------------------------------------------------------------
 
-    def follow(self, step: int, told: dict[str, Any]) -> None:
-        """Have train() begin with this step."""
-        state = JobState(**told)
+    def follow(self, step: int, told: Sequence[Any]) -> None:
+        """Have train() begin with this step where it knows nothing: told[rank] is None."""
+        if told[dist.get_rank()] is not None:
+            return
+        state = JobState(**next(one for one in told if one is not None))
         self._begins = self._logs = state
         vars(import_module(_TRAINING)).update(state.began)
         self._args.iteration = step

@@ -42,7 +42,7 @@ from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
-from elaswave_plugin.loops.counted import CountedLoop
+from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.engine_parts import (
@@ -134,7 +134,7 @@ class PipelineJob(AttachedEngine):
             counted_by="engine.global_steps",
         )
         self._drafts = steps.drafts
-        self._loop = CountedLoop(steps, knowledge=PipelineKnowledge(worker, framework))
+        self._loop = CallLog(steps, knowledge=PipelineKnowledge(worker, framework), passes=True)
         framework.hides_counters = self._loop.is_lagging
         self._loads = Loads(worker)
         self._sealed = self._evaluating = False
@@ -185,7 +185,7 @@ class PipelineJob(AttachedEngine):
         if self._data is None:
             raise ConfigurationError(f"engine.train_batch has no data on this worker; {_GIVE_DATA}")
         self._begin()
-        if self._loop.next_step(lambda: self._attempt(native)) is None:
+        if self._loop.step(lambda step: self._attempt(native)) is None:
             return self._passed()
         self._end_where_all_leave()
         return self._result
@@ -479,7 +479,7 @@ class PipelineJob(AttachedEngine):
             return work()
 
         self._begin()
-        return self._loop.run(self._as_one(work), phase=phase, detached=None)
+        return self._loop.run(self._as_one(work), phase=phase)
 
     def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._sealed:
@@ -501,7 +501,7 @@ class PipelineJob(AttachedEngine):
 
     def _leave_together(self) -> None:
         if self._worker.config.dump_state == "last":
-            self._loop.run(self._dump_last, phase="save", detached=None)
+            self._loop.run(self._dump_last, phase="save")
         self._loop.finish(before_leaving=self._recording.tracker.close)
 
 

@@ -27,7 +27,7 @@ class PipelineKnowledge:
         assert self._framework.loader is not None
         return self._framework.loader.tell(), self._framework.structure.told()
 
-    def follow(self, told: Sequence[Any | None]) -> None:
+    def follow(self, step: int, told: Sequence[Any | None]) -> None:
         """Send each stage's tensors from a worker that knows them (called on every worker).
 
         ``told``: by rank, None for newcomers. Raises ElasWaveError where no worker of a stage

@@ -1,0 +1,250 @@
+"""The calls of a script's loop that are made again after a loss; each returns once.
+
+    calls.step(attempt)             # makes the next step
+    calls.run(save, phase="save")   # work between two steps, which every worker calls
+
+A recovery takes the state back to a seal. From there each worker makes again what its script has
+called since, up to the call in which it stands, so that after a recovery all workers are in the
+same call. Every piece of a loop that contains a collective goes through here.
+
+A worker that comes later, in the place of a lost one or beyond the launch, runs its script from the
+start. What that does before it has come to the others' step, they have behind them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
+from elaswave_plugin.framework import StepReport
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.recovery.handshake import Handshake
+
+Result = TypeVar("Result")
+# Makes a step, by its number; None where the script gives it up before its update.
+Attempt = Callable[[int], StepReport | None]
+
+
+class Knowledge(Protocol):
+    """The knowledge that a later worker needs, except the state and the number of the step."""
+
+    def tell(self) -> Any:
+        """Return what goes to every worker; a plain value, and not None."""
+        ...
+
+    def follow(self, step: int, told: Sequence[Any]) -> None:
+        """Teach the workers who know nothing, before ``step``; called on every worker.
+
+        ``told``: by rank, None for those, and behind the last rank what was noted, if nobody knows.
+        """
+        ...
+
+
+class CallLog:
+    """The calls of one worker's script."""
+
+    def __init__(
+        self, steps: GuardedSteps, *, knowledge: Knowledge | None = None, passes: bool = False
+    ) -> None:
+        """``knowledge``: what is told to a worker that comes later; without it, nothing is.
+
+        ``passes``: its script counts its steps by itself, and so passes over those that the others
+        have behind them, one by one. Otherwise it begins with the step that comes next.
+        """
+        self.worker = steps.worker
+        self._steps = steps
+        self._passes = passes
+        # Steps that the script has behind it, and those that the others had when it came.
+        self._passed = self._reached = self.worker.completed
+        self.is_lagging = self.worker.detached
+        """Whether the script is at what the others have behind them, where it meets nobody."""
+        self._inside = False
+        self._attempts: dict[int, Attempt] = {}
+        self._report: StepReport | None = None
+        self._handshake: Handshake | None = None
+        if knowledge is not None:
+            self._handshake = Handshake(
+                self.worker.notes,
+                knows=not self.is_lagging,
+                tell=lambda: [self._passed, knowledge.tell()],
+                follow=lambda told: self._follow(knowledge, told),
+            )
+
+    @property
+    def works_done(self) -> int:
+        """The number of pieces of work between steps that all workers have completed."""
+        return self._steps.works_done
+
+    def start(self) -> None:
+        """Seal the initial state; no worker trains before all have done so."""
+        if not self.worker.detached:
+            self._until(self._steps.sealed_everywhere)
+
+    def enter(self) -> None:
+        """A worker that comes later enters the job, before its first step."""
+        if self.worker.detached:
+            self.worker.ask_to_enter()
+            self._recover()
+            if self._handshake is None:
+                self._reached = self.worker.completed
+            if not self._passes:
+                self._passed = self._reached
+
+    def step(self, attempt: Attempt) -> StepReport | None:
+        """Complete the script's next step; ``attempt(step)`` runs once, and again for every redo.
+
+        After a roll-back the steps before it are made first. None for a step that the others have
+        behind them, and for one that the script gives up, on all workers alike, before its update:
+        it then is no step of the job. Raises ElasWaveError where that one was made before.
+        """
+        self.enter()
+        if self.is_lagging and self._passed == self._reached:
+            self.is_lagging = self.worker.links.detached = False
+        if self.is_lagging:
+            self._pass()
+            return None
+        return self._make(attempt)
+
+    def _pass(self) -> None:
+        """A step is passed over; a recovery has not to wait for the last one of these."""
+        guarded(partial(self.worker.phases.enter, "passing"), self._recover)
+        self._passed += 1
+
+    def _make(self, attempt: Attempt) -> StepReport | None:
+        done = self.works_done
+        self._attempts[self._passed] = attempt
+        for old in [one for one in self._attempts if one <= self._passed - self._remembered]:
+            del self._attempts[old]
+
+        def once() -> None:
+            while self.works_done == done and self.worker.completed <= self._passed:
+                self.worker.relief.step(self._attempt_step)
+
+        self._guard(once)
+        if self.works_done != done:
+            return None
+        self._passed += 1
+        return self._report
+
+    @property
+    def _remembered(self) -> int:
+        return self.worker.state.remembered_steps
+
+    def run(
+        self,
+        work: Callable[[], Result],
+        *,
+        phase: str | None = None,
+        detached: Result | None = None,
+    ) -> Result | None:
+        """Run work between steps; it starts again after a recovery, and all leave it together.
+
+        ``phase`` announces work that a proposal waits for. Within other work it is a part of it.
+        ``detached``: the result on a worker that came later, where the others have it behind them.
+        None for a save that failed.
+        """
+        if self.is_lagging:
+            return detached
+        if self._inside:
+            return self._announced(work, phase)
+        results: list[Result | None] = []
+        state, done, epoch = self._steps.state, self.works_done, self.worker.view.epoch
+        kept = state.keep()
+
+        def once() -> None:
+            nonlocal kept
+            if self.worker.view.epoch != epoch:
+                state.put_back(kept)
+            if self.works_done == done:
+                results.append(self._announced(work, phase))
+                kept = state.keep()
+                self._steps.finish_work()
+
+        self._until(once)
+        return results[-1]
+
+    def finish(self, *, before_leaving: Callable[[], object]) -> None:
+        """Leave when all workers have completed their last step.
+
+        Raises ConfigurationError where the script ends earlier than those of the others.
+        """
+        if self._passes and self.is_lagging:
+            raise ConfigurationError(
+                f"the script of this worker, which came later, has ended after {self._passed} steps"
+                f" of {self._reached} that the others have behind them; begin every worker's script"
+                " with the same step, or set respawn to 0"
+            )
+        self._until(dist.barrier)
+        before_leaving()
+        self.worker.close()
+
+    def _announced(self, work: Callable[[], Result], phase: str | None) -> Result | None:
+        return work() if phase is None else self._steps.announced(work, phase)
+
+    # ---- what is made again ---------------------------------------------------------------------
+
+    def _until(self, work: Callable[[], object]) -> None:
+        """Have ``work`` done between two steps, where the script stands."""
+
+        def attempt() -> None:
+            while self.worker.completed < self._passed:
+                self.worker.relief.step(self._attempt_step)
+            self.worker.phases.step = self.worker.completed
+            self.worker.state.complete()
+            work()
+            self._steps.note_recovery()
+
+        self._guard(attempt)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Run ``work``, and again after every recovery that interrupts it."""
+        self._inside = True
+        try:
+            guarded(work, self._recover, blame=self._steps.blame)
+        finally:
+            self._inside = False
+
+    def _attempt_step(self) -> None:
+        """Make the step that comes next in the job; raises EpochChanged where interrupted."""
+        step = self.worker.completed
+        # A worker that came behind it has not made it, and makes it as its own first one.
+        attempt = self._attempts.get(step) or next(iter(self._attempts.values()))
+        self._steps.begin()
+        report = attempt(step)
+        if report is not None:
+            self._report = report
+            self._meet_unless_updated()
+            self._steps.complete(report)
+        elif step == self._passed:
+            self._steps.finish_work()
+        else:
+            raise ElasWaveError(
+                f"step {step} was complete before a loss of workers, and the script gives it up "
+                "where it is redone; restart from the last checkpoint"
+            )
+
+    def _meet_unless_updated(self) -> None:
+        """A step that skips its update proves that all have come here by a barrier.
+
+        After a grad norm, or this, the older snapshot may be overwritten.
+        """
+        if not self.worker.state.is_updated:
+            self.worker.state.begin_update()
+            dist.barrier()
+
+    # ---- those who come later -------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        self._steps.recover()
+        if self._handshake is not None:
+            guarded(self._handshake.exchange, self._steps.recover)
+        self.worker.links.detached = self.is_lagging
+
+    def _follow(self, knowledge: Knowledge, told: Sequence[Any]) -> None:
+        reached = max(one[0] for one in told if one is not None)
+        if told[dist.get_rank()] is None:
+            self._reached = reached
+        knowledge.follow(reached, [one and one[1] for one in told])
