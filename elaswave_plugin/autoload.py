@@ -41,6 +41,7 @@ class _Watched(NamedTuple):
 
 _WATCHED = (
     ("deepspeed", "elaswave_plugin.deepspeed", ("initialize", "init_distributed", "comm"), False),
+    ("megatron.core", "elaswave_plugin.megatron_core", ("parallel_state",), False),
     ("megatron.training", "elaswave_plugin.megatron_lm", ("pretrain",), True),
     ("accelerate.state", "elaswave_plugin.accelerate_state", ("PartialState",), False),
 )

@@ -1,6 +1,7 @@
 """The calls of a script's loop that are made again after a loss; each returns once.
 
-    calls.step(attempt)             # makes the next step
+    calls.part(passes)              # a call inside of the next step
+    calls.step(attempt)             # makes that step: the last call of it, or all of it
     calls.run(save, phase="save")   # work between two steps, which every worker calls
 
 A recovery takes the state back to a seal. From there each worker makes again what its script has
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
@@ -26,6 +28,12 @@ from elaswave_plugin.recovery.handshake import Handshake
 Result = TypeVar("Result")
 # Makes a step, by its number; None where the script gives it up before its update.
 Attempt = Callable[[int], StepReport | None]
+
+
+def _in_own_mode(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Have gradients, whatever the script has set where a loss meets it, as in an evaluation."""
+    made: Callable[..., Result] = torch.inference_mode(False)(torch.enable_grad()(function))
+    return made
 
 
 class Knowledge(Protocol):
@@ -41,6 +49,30 @@ class Knowledge(Protocol):
         ``told``: by rank, None for those, and behind the last rank what was noted, if nobody knows.
         """
         ...
+
+
+class _Part:
+    """A call inside of a step, which was made first after ``life`` recoveries of this worker."""
+
+    def __init__(
+        self, work: Callable[[], Any], put_back: Callable[[], object], *, life: int
+    ) -> None:
+        """``put_back()`` has what the script had set before it."""
+        self._work, self._put_back = work, put_back
+        self._first = life
+        self._made = -1
+        self.result: Any = None
+
+    def reenter(self, life: int) -> None:
+        """Have what the script had set, where a recovery has come since."""
+        if life != self._first and life != self._made:
+            self._put_back()
+
+    def make(self, life: int) -> None:
+        """Make the call, unless it was made since the last recovery."""
+        if life != self._made:
+            self.result = self._work()
+            self._made = life
 
 
 class CallLog:
@@ -62,7 +94,12 @@ class CallLog:
         self.is_lagging = self.worker.detached
         """Whether the script is at what the others have behind them, where it meets nobody."""
         self._inside = False
+        # By the number of the step: its calls, and what makes it.
+        self._parts: dict[int, list[_Part]] = {}
         self._attempts: dict[int, Attempt] = {}
+        # Recoveries so far, and after which of them which step was begun last.
+        self._life = 0
+        self._begun = (-1, -1)
         self._report: StepReport | None = None
         self._handshake: Handshake | None = None
         if knowledge is not None:
@@ -100,13 +137,43 @@ class CallLog:
         behind them, and for one that the script gives up, on all workers alike, before its update:
         it then is no step of the job. Raises ElasWaveError where that one was made before.
         """
-        self.enter()
-        if self.is_lagging and self._passed == self._reached:
-            self.is_lagging = self.worker.links.detached = False
+        self._arrive()
         if self.is_lagging:
             self._pass()
             return None
         return self._make(attempt)
+
+    def part(
+        self, work: Callable[[], Result], *, keep: Callable[[], Callable[[], object]]
+    ) -> Result | None:
+        """Make a call of the next step before the one that makes it; again where that is redone.
+
+        ``keep()`` returns what puts back what the script has set before it. None where the others
+        have that step behind them. Within another call it is a part of that.
+        """
+        if self._inside:
+            return work()
+        self._arrive()
+        if self.is_lagging:
+            return None
+        part = _Part(work, keep(), life=self._life)
+        self._parts.setdefault(self._passed, []).append(part)
+
+        @_in_own_mode
+        def once() -> None:
+            while self.worker.completed < self._passed:
+                self.worker.relief.step(self._attempt_step)
+            self.worker.relief.step(partial(self._make_parts, self._passed))
+
+        self._guard(once)
+        result: Result = part.result
+        return result
+
+    def _arrive(self) -> None:
+        """Enter the job where this worker has not; its script may have come to the others' step."""
+        self.enter()
+        if self.is_lagging and self._passed == self._reached:
+            self.is_lagging = self.worker.links.detached = False
 
     def _pass(self) -> None:
         """A step is passed over; a recovery has not to wait for the last one of these."""
@@ -116,22 +183,22 @@ class CallLog:
     def _make(self, attempt: Attempt) -> StepReport | None:
         done = self.works_done
         self._attempts[self._passed] = attempt
-        for old in [one for one in self._attempts if one <= self._passed - self._remembered]:
-            del self._attempts[old]
+        oldest = self._passed - self.worker.state.remembered_steps
+        for known in (self._attempts, self._parts):
+            for old in [one for one in known if one <= oldest]:
+                del known[old]
 
+        @_in_own_mode
         def once() -> None:
             while self.works_done == done and self.worker.completed <= self._passed:
                 self.worker.relief.step(self._attempt_step)
+            self.worker.phases.step = self.worker.completed
 
         self._guard(once)
         if self.works_done != done:
             return None
         self._passed += 1
         return self._report
-
-    @property
-    def _remembered(self) -> int:
-        return self.worker.state.remembered_steps
 
     def run(
         self,
@@ -152,16 +219,19 @@ class CallLog:
             return self._announced(work, phase)
         results: list[Result | None] = []
         state, done, epoch = self._steps.state, self.works_done, self.worker.view.epoch
-        kept = state.keep()
+        before = after = state.keep()
 
         def once() -> None:
-            nonlocal kept
+            nonlocal after
+            if self.works_done != done:
+                # A recovery has come behind it, for another reason.
+                state.put_back(after)
+                return
             if self.worker.view.epoch != epoch:
-                state.put_back(kept)
-            if self.works_done == done:
-                results.append(self._announced(work, phase))
-                kept = state.keep()
-                self._steps.finish_work()
+                state.put_back(before)
+            results.append(self._announced(work, phase))
+            after = state.keep()
+            self._steps.finish_work()
 
         self._until(once)
         return results[-1]
@@ -190,14 +260,19 @@ class CallLog:
         """Have ``work`` done between two steps, where the script stands."""
 
         def attempt() -> None:
-            while self.worker.completed < self._passed:
-                self.worker.relief.step(self._attempt_step)
+            self._catch_up()
             self.worker.phases.step = self.worker.completed
-            self.worker.state.complete()
             work()
             self._steps.note_recovery()
 
         self._guard(attempt)
+
+    @_in_own_mode
+    def _catch_up(self) -> None:
+        """Make the steps again that the script has behind it, and have all of the state here."""
+        while self.worker.completed < self._passed:
+            self.worker.relief.step(self._attempt_step)
+        self.worker.state.complete()
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Run ``work``, and again after every recovery that interrupts it."""
@@ -212,7 +287,7 @@ class CallLog:
         step = self.worker.completed
         # A worker that came behind it has not made it, and makes it as its own first one.
         attempt = self._attempts.get(step) or next(iter(self._attempts.values()))
-        self._steps.begin()
+        self._make_parts(step)
         report = attempt(step)
         if report is not None:
             self._report = report
@@ -220,11 +295,24 @@ class CallLog:
             self._steps.complete(report)
         elif step == self._passed:
             self._steps.finish_work()
+            self._begun = (-1, -1)
         else:
             raise ElasWaveError(
                 f"step {step} was complete before a loss of workers, and the script gives it up "
                 "where it is redone; restart from the last checkpoint"
             )
+
+    def _make_parts(self, step: int) -> None:
+        """Begin the step, and make the calls inside of it as far as the script has come."""
+        parts = self._parts.get(step, ())
+        for part in parts[:1]:
+            part.reenter(self._life)
+        if self._begun != (self._life, step):
+            self._steps.begin()
+            self._begun = self._life, step
+        for part in parts:
+            part.reenter(self._life)
+            part.make(self._life)
 
     def _meet_unless_updated(self) -> None:
         """A step that skips its update proves that all have come here by a barrier.
@@ -237,7 +325,9 @@ class CallLog:
 
     # ---- those who come later -------------------------------------------------------------------
 
+    @_in_own_mode
     def _recover(self) -> None:
+        self._life += 1
         self._steps.recover()
         if self._handshake is not None:
             guarded(self._handshake.exchange, self._steps.recover)

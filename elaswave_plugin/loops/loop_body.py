@@ -51,7 +51,7 @@ class LoopBody:
         ``start()`` begins it with ``args``, whose tensors it changes. Ends the job where it cannot
         be made again.
         """
-        if self._worker.detached or set(group.members) != set(self._worker.view.ranks):
+        if self._loop.is_lagging or set(group.members) != set(self._worker.view.ranks):
             return start()
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]

@@ -18,7 +18,6 @@ from elaswave_plugin.trainer.agent_contact import AgentContact
 
 # What is missing, as an adapter knows it: a variable of the framework's module.
 _MARK = "__elaswave__"
-_OURS = "elaswave_plugin.adapters.megatron"
 
 
 def watch() -> None:
@@ -70,15 +69,14 @@ def _missing() -> str:
     if told is not None:
         return str(told)
     if "megatron.core" in known:
-        if _OURS not in known and "megatron.training" not in known:
+        if "--elaswave" not in sys.argv and os.environ.get("ELASWAVE") != "1":
             return (
-                "the script has none of the lines of elaswave_plugin; add those of the README's"
-                ' section "In your script"'
+                "--elaswave is not among the script's arguments; add it behind the script, or set"
+                " ELASWAVE=1"
             )
-        if "--elaswave" not in sys.argv:
-            return "--elaswave is not among the script's arguments; add it behind the script"
         return (
-            "--elaswave is given, and the script called neither elaswave.attach(args) nor"
+            "--elaswave is given, and the script called neither torch.distributed's"
+            " init_process_group, by its name there, behind the import of megatron.core, nor"
             " Megatron-LM's pretrain; call one of them"
         )
     if known.keys() & {"deepspeed", "accelerate"}:

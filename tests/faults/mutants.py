@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tests.faults.harness import SCRIPT
 from tests.faults.replacements import (
-    DETACHED,
     PLAIN,
     RAISES,
     REFUSED,
@@ -90,16 +89,17 @@ _DOWN = {
 
 
 def _plain(text: str) -> Mutant:
-    """None of the lines that join the job is there."""
-    for old, new in PLAIN:
+    """None of the lines that join the job is there; it joins by its calls, which say what lacks."""
+    (attach, _), *others = PLAIN
+    for old, new in ((attach, "torch.cuda.set_device = id"), *others):
         assert old in text, old
         text = text.replace(old, new)
     return Mutant(
         line=3,
         change="left out, and all behind it as without the plugin",
         script=text,
-        end=DETACHED,
-        words="the script called neither elaswave.attach(args) nor Megatron-LM's pretrain",
+        end=REFUSED,
+        words="data_iterator is a cycle, of which a lost worker's batches are gone",
     )
 
 

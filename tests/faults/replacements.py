@@ -135,7 +135,7 @@ REPLACED: tuple[Replacement, ...] = (
         "job = elaswave.attach(args)",
         "torch.distributed.init_process_group('gloo'); job = elaswave.attach(args)",
         REFUSED,
-        "torch.distributed is initialized already, on 'gloo'",
+        "torch.distributed is initialized already, on 'elaswave', by which a script without",
     ),
     (
         4,

@@ -16,7 +16,7 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Job
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.plain import PlainJob
-from elaswave_plugin.adapters.megatron.world import check_no_world
+from elaswave_plugin.adapters.megatron.world import check_no_world, leave_start_to_script
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
@@ -43,6 +43,7 @@ def attach(args: argparse.Namespace | None = None, **sizes: int) -> Job:
     records. Bad input ends the process with one sentence and exit code 2, here and in the job's
     other verbs.
     """
+    leave_start_to_script()
     check_options(sys.argv[1:])
     if args is None:
         args, _ = add_arguments(_parser()).parse_known_args()

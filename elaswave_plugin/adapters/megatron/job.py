@@ -88,8 +88,9 @@ class ElasticJob:
         *,
         patches: PatchSet,
         saves: WholeSaves,
+        worker: Worker | None = None,
     ) -> None:
-        """Join the job; ``saves`` is told of its loop.
+        """Join the job, unless ``worker`` has; ``saves`` is told of its loop.
 
         Raises ConfigurationError outside an agent, for workers that do not factor, and for
         uneven batches.
@@ -122,7 +123,7 @@ class ElasticJob:
         self._seed = sizes.seed if config.seed is None else config.seed
         check_sinks(config)
         self._turns = Turns()
-        self._worker = Worker(
+        self._worker = worker or Worker(
             config=config, environ=os.environ, model_parallel=sizes.model_parallel
         )
         name_what_is_missing(self._worker.groups)
@@ -225,7 +226,7 @@ class ElasticJob:
             counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = CallLog(steps)
+        self._loop = self._made_loop(steps)
         self._body = LoopBody(self._loop)
         self._own_numbers = OwnNumbers(
             self._worker,
@@ -243,6 +244,10 @@ class ElasticJob:
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
+
+    def _made_loop(self, steps: GuardedSteps) -> CallLog:
+        """The loop of ``train``, which says itself with which step it begins."""
+        return CallLog(steps)
 
     def _why_buffers_stay(self) -> str | None:
         """Why forward passes may not change the model's buffers; None where they may."""
@@ -377,6 +382,11 @@ class ElasticJob:
         if in_step and not forward_only:
             self._state.check(self._worker.completed)
         return losses
+
+    @property
+    def width(self) -> int:
+        """Replicas at the launch."""
+        return self._width
 
     @property
     def iteration(self) -> int:

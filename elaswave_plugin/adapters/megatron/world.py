@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import explain_errors
@@ -15,12 +16,22 @@ _NEED_A_WORLD = ("parallel_state.py", "distributed_c10d.py")
 INIT = "torch.distributed.init_process_group(**job.process_group())"
 
 
+def leave_start_to_script() -> None:
+    """Have ``init_process_group`` join no job by itself: the script's lines say whether it does."""
+    found: dict[str, Any] = vars(dist)
+    native = vars(found["init_process_group"]).get("__elaswave__")
+    if native is not None:
+        found["init_process_group"] = native
+
+
 def check_no_world() -> None:
     """Raise ConfigurationError where torch.distributed has its groups before the job's."""
     if dist.is_initialized():
+        joined = ", by which a script without a line of ours joins the job"
         raise ConfigurationError(
-            f"torch.distributed is initialized already, on {dist.get_backend()!r}: delete that "
-            f"line, and write {INIT} behind attach"
+            f"torch.distributed is initialized already, on {dist.get_backend()!r}"
+            f"{joined if dist.get_backend() == BACKEND else ''}: delete that line, and write {INIT}"
+            " behind attach"
         )
 
 

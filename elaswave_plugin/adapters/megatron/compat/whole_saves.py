@@ -42,6 +42,8 @@ class WholeSaves:
         self.drafts: Drafts | None = None
         # True while this worker builds its model beside the training of the others.
         self.comes_later: Callable[[], bool] = lambda: False
+        # How a save is made that the script calls in its loop itself.
+        self.between_steps: Callable[[Callable[[], None]], object] = lambda write: write()
         self._inside = False
 
     def save(self, native: Callable[..., None]) -> Callable[..., None]:
@@ -77,7 +79,9 @@ class WholeSaves:
                     self._inside = False
 
             pointer = None if self._tracker is None else Path(place).with_name(self._tracker)
-            return self.drafts.write(Path(place), write, flaw_of, pointer=pointer)
+            drafts = self.drafts
+            self.between_steps(lambda: drafts.write(Path(place), write, flaw_of, pointer=pointer))
+            return None
 
         return save
 

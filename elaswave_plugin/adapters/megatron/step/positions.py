@@ -2,11 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from elaswave_plugin.adapters.megatron.step.data import KeyedBatches, served
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.step_state.step_state import Part
+
+
+class HasPosition(Protocol):
+    """Something that is read in some order; ``position`` comes next."""
+
+    position: int
 
 
 class Positions(Part):
@@ -18,7 +25,9 @@ class Positions(Part):
     name = "how far the data iterators are"
 
     def __init__(self) -> None:
-        self._iterators: list[KeyedBatches] = []
+        # In the order in which the script makes them, which drops some.
+        self._iterators = WeakValueDictionary[int, HasPosition]()
+        self._made = 0
         self._first = 0
         self.end = 0
         """Where an iterator ends of which each step reads one batch."""
@@ -28,14 +37,19 @@ class Positions(Part):
     def begin_at(self, batch: int, *, steps: int) -> None:
         """Begin a training of ``steps`` steps at this batch: not at 0 in a resumed run."""
         self._first, self.end = batch, batch + steps
-        for one in self._iterators:
+        for one in self._iterators.values():
             one.position = batch
 
     def add(self, batches: KeyedBatches) -> KeyedBatches:
         """An iterator of the script's."""
         batches.position = self._first
-        self._iterators.append(batches)
+        self.follow(batches)
         return batches
+
+    def follow(self, iterator: HasPosition) -> None:
+        """One more, from where it is on."""
+        self._iterators[self._made] = iterator
+        self._made += 1
 
     def take(self, data_iterator: Any) -> dict[int, int]:
         """The global batch that a call reads, by id of the iterator; they go on.
@@ -62,14 +76,14 @@ class Positions(Part):
         finally:
             self._between = None
 
-    def keep(self) -> list[int]:
-        """Of each iterator, in the order in which the script made them."""
-        return [one.position for one in self._iterators]
+    def keep(self) -> dict[int, int]:
+        """Of each iterator, by its number in the order in which the script has made them."""
+        return {number: one.position for number, one in self._iterators.items()}
 
     def put_back(self, kept: Any) -> None:
         """Be there again."""
-        for one, position in zip(self._iterators, kept, strict=False):
-            one.position = position
+        for number in kept.keys() & self._iterators.keys():
+            self._iterators[number].position = kept[number]
 
 
 def first_batch(

@@ -1,0 +1,108 @@
+"""The start of a job in a script without a line of ours: by the calls that it makes anyway."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
+from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.adapters.megatron.compat.versions import record
+from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
+from elaswave_plugin.adapters.megatron.own_loop import OwnLoop
+from elaswave_plugin.adapters.megatron.world import name_what_is_missing
+from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.unbound import Unbound
+from elaswave_plugin.command_line import add_arguments, from_namespace
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.words import FLAG, check_options
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+class ScriptStart:
+    """Joins the job where the script makes its world, and binds where it trains first."""
+
+    @ends_in_a_sentence
+    def __init__(self) -> None:
+        """Join the job; raises ConfigurationError for settings that do not fit."""
+        check_options(sys.argv[1:])
+        parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+        config = from_namespace(parser.parse_known_args([FLAG, *sys.argv[1:]])[0])
+        assert config is not None
+        self._config = config
+        self._saves = WholeSaves()
+        elastic = elastic_patches(exact=config.consistency == "exact", saves=self._saves)
+        on_cpu = [] if torch.cuda.is_available() else cpu_patches().records
+        self._patches = PatchSet([*on_cpu, *elastic.records, *self._records()])
+        self._patches.check()  # before the others are waited for
+        self._worker = Worker(config=config, environ=os.environ)
+        self._saves.comes_later = lambda: self._worker.detached
+        name_what_is_missing(self._worker.groups)
+        self._patches.apply()
+        self._loop: OwnLoop | None = None
+        self._unbound = Unbound(
+            lambda optimizer: False,
+            advice="have each step call what get_forward_backward_func() returns, asked for behind"
+            " init_process_group, before optimizer.step()",
+        )
+
+    def world(self) -> dict[str, Any]:
+        """The arguments of ``init_process_group``."""
+        return self._worker.groups.install(self._worker.view.ranks)
+
+    def _records(self) -> list[PatchRecord]:
+        names = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
+        return [
+            *(
+                record(
+                    f"{_SCHEDULES}:forward_backward_{name}",
+                    self._schedule,
+                    "each loop calls one of them in every step, by a name that is looked up then",
+                )
+                for name in names
+            ),
+            *(
+                record(
+                    f"megatron.core.parallel_state:get_data_parallel_{name}",
+                    partial(self._of_launch, name=name),
+                    "a script reads and counts as a replica of the launch: the global batch stays",
+                )
+                for name in ("world_size", "rank")
+            ),
+        ]
+
+    def _schedule(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(native)
+        @ends_in_a_sentence
+        def forward_backward(**kwargs: Any) -> Any:
+            forward_only = kwargs.pop("forward_only", False)
+            if self._loop is None and forward_only:
+                return native(forward_only=True, **kwargs)
+            if self._loop is None:
+                self._unbound.stop()
+                self._loop = OwnLoop(
+                    self._config,
+                    worker=self._worker,
+                    patches=self._patches,
+                    saves=self._saves,
+                    call=kwargs,
+                )
+            return self._loop.call(native, forward_only=forward_only, **kwargs)
+
+        return forward_backward
+
+    def _of_launch(self, native: Callable[..., int], *, name: str) -> Callable[..., int]:
+        @wraps(native)
+        def get(*args: Any, **kwargs: Any) -> int:
+            asker = sys._getframe(1).f_globals.get("__name__", "")
+            if self._loop is None or asker.startswith(("megatron.core.", "elaswave_plugin.")):
+                return native(*args, **kwargs)
+            return self._loop.width if name == "world_size" else self._loop.replica
+
+        return get

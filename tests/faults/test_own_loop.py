@@ -1,0 +1,105 @@
+"""A script without a line of ours: its loop survives losses, by the calls that it makes anyway."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.config import SAVE_PHASE, STEP_PHASES
+from tests.checkpoints.reader import differences, read_checkpoint
+from tests.convoys import Convoy, convoys
+from tests.faults import own_loop
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
+from tests.faults.own_scripts import Change
+from tests.faults.test_join import entered
+from tests.proofs import Kind, Promise, proves
+
+SEED = "--elaswave-seed=1234"
+VERBS = JobSpec(nproc=4, steps=6, options=("--eval-interval=1",))
+PHASES = (*STEP_PHASES, "evaluation")
+
+
+def spec_of(slot: int, phase: str) -> JobSpec:
+    """The job that loses a worker once it has made two steps."""
+    options = (*VERBS.options, SEED)
+    return replace(VERBS, script=own_loop.__file__, options=options, kills=(f"{slot}@2:{phase}",))
+
+
+def validation_of(run: Outcome) -> list[str]:
+    """The losses of evaluations that the script has printed."""
+    return re.findall(r"validation loss (\S+)", run.output)
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize(
+    ("slot", "phase"), convoys([(s, p) for s in range(4) for p in PHASES], spec_of)
+)
+def test_it_is_equal_to_the_loop_of_the_job(
+    convoy: Convoy, reference: Reference, slot: int, phase: str
+) -> None:
+    """Its data come in the same order, and so do its draws: the verbs' run is the reference."""
+    verbs = reference(VERBS)
+    convoy.check(verbs.trace(), lambda: check_equal(convoy.run, verbs))
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
+def test_one_that_comes_back_passes_over_what_the_others_have_behind_them(
+    run: Launch, reference: Reference
+) -> None:
+    survived = run(replace(spec_of(1, "backward"), changes=("+1@4",), respawn=1))
+    check_equal(survived, reference(VERBS))
+    assert entered(survived) == [(1, 1)]
+    assert survived.output.count("its script passes over 4 steps") == 1
+    assert len(validation_of(survived)) == 6
+
+
+@proves(Kind.KILL_IN_SAVE, Promise.WHOLE, victim="2", moment="4:save")
+def test_its_checkpoints_are_those_without_a_loss(run: Launch, tmp_path: Path) -> None:
+    """Its validation losses, too, which it sums up itself."""
+    runs = []
+    for kills in ((), (f"2@4:{SAVE_PHASE}",)):
+        saves = tmp_path / str(len(runs))
+        options = (*VERBS.options, SEED, f"--save={saves}", "--save-interval=2")
+        runs.append(run(replace(spec_of(0, "data"), options=options, kills=kills)))
+        assert (saves / "latest_checkpointed_iteration.txt").read_text() == "6"
+    check_survived(runs[1])
+    assert validation_of(runs[0]) == validation_of(runs[1])
+    for step in (2, 4, 6):
+        first, second = (read_checkpoint(tmp_path / n / f"iter_{step:07d}") for n in ("0", "1"))
+        assert differences(first, second) == []
+
+
+_UPDATE = "        _, grad_norm, _ = optimizer.step()\n"
+_FETCH = "    forward_backward = get_forward_backward_func()\n"
+BAD: dict[str, tuple[Change, str]] = {
+    "gradients changed by hand": (
+        (_UPDATE, "        model[0].buffers[0].grad_data.mul_(0.5)\n" + _UPDATE),
+        "the script changes gradients or weights between forward_backward and optimizer.step()",
+    ),
+    "an iterator of its own": (
+        ("iter(loader(train)), loader(valid)", "(one for one in loader(train)), loader(valid)"),
+        "data_iterator is a generator, of which a lost worker's batches are gone",
+    ),
+    "the schedule by a name from before": (
+        (
+            _FETCH,
+            "    import inspect\n"
+            + _FETCH
+            + "    forward_backward = inspect.unwrap(forward_backward)\n",
+        ),
+        "an optimizer that is not bound",
+    ),
+}
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+@pytest.mark.parametrize("what", BAD)
+def test_what_it_cannot_do_is_one_sentence(run: Launch, tmp_path: Path, what: str) -> None:
+    change, sentence = BAD[what]
+    spec = JobSpec(nproc=2, steps=3, script=own_loop.write(tmp_path, change))
+    refused = run(spec)
+    assert (refused.returncode, refused.orphans) == (2, ())
+    assert refused.output.count(sentence) == 1
+    assert "Traceback" not in refused.output
