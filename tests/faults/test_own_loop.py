@@ -27,6 +27,11 @@ def spec_of(slot: int, phase: str) -> JobSpec:
     return replace(VERBS, script=own_loop.__file__, options=options, kills=(f"{slot}@2:{phase}",))
 
 
+PP2 = ("--pipeline-model-parallel-size=2",)
+TP2 = ("--tensor-model-parallel-size=2", "--sequence-parallel")
+FORMS = (PP2, TP2)
+
+
 def validation_of(run: Outcome) -> list[str]:
     """The losses of evaluations that the script has printed."""
     return re.findall(r"validation loss (\S+)", run.output)
@@ -42,6 +47,16 @@ def test_it_is_equal_to_the_loop_of_the_job(
     """Its data come in the same order, and so do its draws: the verbs' run is the reference."""
     verbs = reference(VERBS)
     convoy.check(verbs.trace(), lambda: check_equal(convoy.run, verbs))
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
+@pytest.mark.parametrize("sizes", FORMS, ids=" ".join)
+def test_with_stages_and_tensor_parallelism(
+    run: Launch, reference: Reference, sizes: tuple[str, ...]
+) -> None:
+    verbs = replace(VERBS, options=(*VERBS.options, *sizes))
+    spec = spec_of(1, "backward")
+    check_equal(run(replace(spec, options=(*spec.options, *sizes))), reference(verbs))
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")

@@ -81,6 +81,12 @@ LOAD = "load"
 class ElasticJob:
     """The verbs with the plugin on."""
 
+    # Of the numbers that the script makes by itself, for the sentence that names their lines.
+    _advice = (
+        "show report.loss and what job.evaluate returns, and count args.global_batch_size samples a"
+        " step (docs/megatron_core.md)"
+    )
+
     def __init__(
         self,
         config: ElasticConfig,
@@ -231,8 +237,7 @@ class ElasticJob:
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,
-            advice="show report.loss and what job.evaluate returns, and count "
-            "args.global_batch_size samples a step (docs/megatron_core.md)",
+            advice=self._advice,
             concerns=lambda: not self._turns.is_working,
         )
         self._unbound = Unbound(

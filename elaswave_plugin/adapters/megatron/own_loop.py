@@ -73,10 +73,11 @@ class OwnLoop(ElasticJob):
             ),
             seed=0,
         )
-        if sizes.model_parallel != (1, 1):
+        if worker.reserve and sizes.model_parallel != (1, 1):
             raise ConfigurationError(
-                f"tensor and pipeline parallel sizes are {sizes.model_parallel}, and a loop without"
-                " a line of ours is carried with (1, 1): use the lines of docs/megatron_core.md"
+                f"--reserve is {worker.reserve} and the tensor and pipeline parallel sizes are"
+                f" {sizes.model_parallel}, which a loop without lines of ours tells too late: leave"
+                " --reserve out, or use the lines of docs/megatron_core.md"
             )
         super().__init__(config, sizes, patches=patches, saves=saves, worker=worker)
         # Of the launch: its script stays that of this replica, also where others run its passes.
@@ -105,6 +106,9 @@ class OwnLoop(ElasticJob):
         self._body.begin()
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
+
+    # Of the numbers that the script makes by itself, for the sentence that names their lines.
+    _advice = "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
 
     def _made_loop(self, steps: GuardedSteps) -> CallLog:
         return CallLog(steps, knowledge=self, passes=True)
@@ -170,7 +174,7 @@ class OwnLoop(ElasticJob):
         settings = [dict(one) for one in framework.settings]
 
         def put_back() -> None:
-            for group, kept in zip(framework.groups, settings, strict=True):
+            for group, kept in zip(framework.groups, settings, strict=False):
                 group.update(kept)
             for part, training in modes:
                 part.training = training
