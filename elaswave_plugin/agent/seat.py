@@ -275,6 +275,8 @@ class Seat:
             return
         self.board.heard(message)
         common, agreement, slot = self._common, self._common.agreement, self.slot
+        if slot not in agreement.seats:
+            return  # it has to end, and handles the signal that says so, or was about to say this
         now_s = time.monotonic()
         match message:
             case said.Join():
