@@ -13,6 +13,7 @@ from elaswave_plugin.config import SAVE_PHASE
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, LinkError
 from elaswave_plugin.framework import Framework, StepReport
 from elaswave_plugin.ipc.process_tree import exit_at_once
+from elaswave_plugin.loops.own_signals import OwnSignals
 from elaswave_plugin.recovery.drafts import Drafts
 from elaswave_plugin.recovery.failed_saves import FailedSaves
 from elaswave_plugin.recovery.guarded import guarded
@@ -58,6 +59,7 @@ class GuardedSteps:
         self.works_done = 0
         worker.notes.add(_WORKS, lambda step: self.works_done)
         self.drafts = Drafts(worker)
+        self._signals = OwnSignals(worker)
         self._failed_saves = FailedSaves(worker, self.drafts)
 
     def sealed_everywhere(self) -> None:
@@ -76,6 +78,7 @@ class GuardedSteps:
         Raises EpochChanged where others come or go before it.
         """
         worker, step = self.worker, self.worker.completed
+        self._signals.begin_step()
         self.state.begin(step)
         absent = [one for one in self._changes if one.slot not in worker.view.ranks]
         arrives = any(one.arrives and one.step == step for one in absent)

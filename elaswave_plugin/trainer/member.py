@@ -34,7 +34,7 @@ from elaswave_plugin.ipc.wire import Frame
 from elaswave_plugin.trainer.agent_contact import AgentContact
 from elaswave_plugin.trainer.control_link import ControlLink, Dial
 from elaswave_plugin.trainer.lease import await_lease, guard_continuing
-from elaswave_plugin.trainer.signals import outlive_shared_signals
+from elaswave_plugin.trainer.signals import SharedSignals
 
 # How long a planned arrival is waited for: a test setting.
 PLANNED_ARRIVAL_S = 60.0
@@ -85,6 +85,8 @@ class Member:
         self._say = say
         self.progress_page = ProgressPage(progress_fd)
         self.progress_page.begin(incarnation)
+        self.signals = SharedSignals(self.progress_page)
+        self.has_last_checkpoint = False
         self._on_propose: Callable[[int, str], None] = _ignore
         self._changed = threading.Condition()
         self._proposed_epoch = 0
@@ -154,11 +156,7 @@ class Member:
         self._on_propose = on_propose
         self._link.listen(silence_s=self._sign_of_life_s, on_silence=self._keep_alive)
         guard_continuing(self.progress_page, lambda: self._stopped() if self._stop_reason else None)
-        outlive_shared_signals(self.progress_page)
-
-    def outlive(self, number: int) -> None:
-        """Have this signal, whatever handles it so far, end no trainer that works either."""
-        outlive_shared_signals(self.progress_page, anyway=(number,))
+        self.signals.take()
 
     def join(
         self, facts: WorkerFacts, timeout_s: float, *, respawn: int = 0
@@ -182,6 +180,11 @@ class Member:
 
     def saves_last(self) -> None:
         """Tell that this worker, where all have to leave, saves a checkpoint with them and ends."""
+        self.has_last_checkpoint = True
+        self.ends_last()
+
+    def ends_last(self) -> None:
+        """Tell that this worker, where all have to leave, ends by itself."""
         self._link.send(said.SavesLast())
 
     def ready(self, facts: WorkerFacts) -> None:

@@ -8,49 +8,95 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from elaswave_plugin.ipc.progress_page import ProgressPage
 
 SHARED = (signal.SIGTERM, signal.SIGUSR1)
+Action = Callable[[int, FrameType | None], Any]
 
 
-def outlive_shared_signals(page: ProgressPage, *, anyway: Collection[int] = ()) -> None:
-    """Have these signals end this process only where its agent wants so, by the page.
+class SharedSignals:
+    """This process's handlers of these signals: ours, and what the script has for SIGTERM.
 
-    This does nothing in other threads than the main one, or for signals that the script handles
-    itself, now or later; those of `anyway` it takes over now. The signals are not ignored
-    (SIG_IGN): what the trainer starts would inherit that over exec as well, and multiprocessing
-    ends its children by SIGTERM. The children are as without this.
+    A signal comes to each worker at another moment. So a handler of the script's for SIGTERM is
+    not called then, but by `call`, where all workers are at the same step.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    found = {number: signal.getsignal(number) for number in SHARED}
-    numbers = [one for one, now in found.items() if now is signal.SIG_DFL or one in anyway]
 
-    def heard(number: int, frame: FrameType | None) -> None:
-        if page.is_told_to_end:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+    def __init__(self, page: ProgressPage) -> None:
+        """The agent says by ``page`` that a signal has to end this process."""
+        self._page = page
+        self._masks = threading.local()
+        self._is_at_forks = False
+        self.of_script: Action | None = None
 
-    masks = threading.local()
+    def take(self) -> None:
+        """Put ours in the place of the defaults, and of a handler of SIGTERM that the script has.
 
-    def before_fork() -> None:
-        # One that comes for the child before it is as without this would be lost.
-        masks.old = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def after_fork() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.old)
-
-    def in_child() -> None:
+        This does nothing in other threads than the main one, nor for a signal that the script
+        ignores, or SIGUSR1 where it handles that. Ours do not ignore them (SIG_IGN): what the
+        trainer starts would inherit that over exec as well, and multiprocessing ends its children
+        by SIGTERM. The children are as without this.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        found = signal.getsignal(signal.SIGTERM)
+        new = found if callable(found) and not self.is_ours(found) else None
+        numbers = [one for one in SHARED if signal.getsignal(one) is signal.SIG_DFL]
+        numbers += [signal.SIGTERM] if new else []
         for number in numbers:
-            if signal.getsignal(number) is heard:
-                signal.signal(number, signal.SIG_DFL)
-        after_fork()
+            signal.signal(number, self._heard)
+            signal.siginterrupt(number, False)  # system calls go on as without a handler
+        if numbers and not self._is_at_forks:
+            self._is_at_forks = True
+            os.register_at_fork(
+                before=self._before_fork,
+                after_in_parent=self._after_fork,
+                after_in_child=self._in_child,
+            )
+        self.of_script = new or self.of_script
 
-    for number in numbers:
-        signal.signal(number, heard)
-        signal.siginterrupt(number, False)  # system calls go on as without a handler
-    os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=in_child)
+    def is_ours(self, action: object) -> bool:
+        """Return whether a handler is the one that `take` puts there."""
+        return action == self._heard
+
+    def take_over(self, number: int) -> None:
+        """Forget what handles a signal so far: an adapter does in its place what it is for."""
+        if number in SHARED:
+            signal.signal(number, signal.SIG_DFL)
+            self.take()
+            self.of_script = None
+
+    def call(self) -> None:
+        """Call what the script has for SIGTERM, as if that came now; it may raise anything."""
+        if self.of_script is not None:
+            self.of_script(signal.SIGTERM, sys._getframe())
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if not self._page.is_told_to_end:
+            return
+        # It may call the one before it, which is this one.
+        own, self.of_script = self.of_script, None
+        if number == signal.SIGTERM and own is not None:
+            own(number, frame)
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _before_fork(self) -> None:
+        # One that comes for the child before it is as without this would be lost.
+        self._masks.old = signal.pthread_sigmask(signal.SIG_BLOCK, SHARED)
+
+    def _after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.old)
+
+    def _in_child(self) -> None:
+        for number in SHARED:
+            if self.is_ours(signal.getsignal(number)):
+                own = self.of_script if number == signal.SIGTERM else None
+                signal.signal(number, own or signal.SIG_DFL)
+        self._after_fork()

@@ -253,14 +253,24 @@ class LmJob:
         )
         self._saves.drafts = steps.drafts
         self._loop = CallLog(steps, knowledge=self.variables)
-        if args.save:
-            worker.member.saves_last()
+        self._save_last()
         self._loop.start()
         self._loop.enter()
         self._tell_rank()
         self._recording.patched(patched)
         sizes = {"num_microbatches": self._num_microbatches}
         self._recording.attached(micro_batch_size=args.micro_batch_size, **sizes)
+
+    def _save_last(self) -> None:
+        """Tell that all workers save where they have to leave, if the script saves at all.
+
+        With --exit-signal-handler it would do so as well, wherever a worker hears the signal.
+        """
+        member, args = self.worker.member, self._args
+        if args.save:
+            member.saves_last()
+            if args.exit_signal_handler:
+                member.signals.take_over(args.exit_signal)
 
     def _watched_numbers(self) -> OwnNumbers:
         """Watch what the script's own functions ask the others for."""
@@ -481,7 +491,7 @@ class LmJob:
     @property
     def last_call(self) -> bool:
         """True if every worker was told to leave, so that the job saves and ends."""
-        return self.worker.last_call
+        return self.worker.last_call and self.worker.member.has_last_checkpoint
 
     @property
     def stops_here(self) -> bool:

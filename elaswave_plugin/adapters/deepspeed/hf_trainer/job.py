@@ -161,7 +161,7 @@ class TrainerJob(EngineJob):
     def saves_last(self) -> None:
         """Tell that all workers save where they have to leave; SIGTERM is for the agents then."""
         self._worker.member.saves_last()
-        self._worker.member.outlive(signal.SIGTERM)
+        self._worker.member.signals.take_over(signal.SIGTERM)
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Passes in this block are none of the compiled ones."""
