@@ -40,11 +40,12 @@ durations: $(STAMP)
 	part=$$($(VENV)/bin/python -m tests.sample) && \
 	ELASWAVE_SAMPLE=$$part $(MAKE) faults ARGS="-rs --durations=20 --record-durations $(ARGS)"
 
+TOLD := tests/faults/test_told.py tests/schedulers/test_told_by_slurm.py
+
 matrix: $(STAMP)
 	$(VENV)/bin/python -m pytest -q tests/core tests/config --hypothesis-profile=exploring
-	$(VENV)/bin/python -m pytest -q -m "fault or slow" --ignore=tests/faults/test_told.py
-	$(VENV)/bin/python -m pytest -q -m slow --record-results=benchmarks/told.json \
-		tests/faults/test_told.py
+	$(VENV)/bin/python -m pytest -q -m "fault or slow" $(TOLD:%=--ignore=%)
+	$(VENV)/bin/python -m pytest -q -m slow --record-results=benchmarks/told.json $(TOLD)
 	$(VENV)/bin/python -m tests.matrix $(ARGS)
 
 chaos: $(STAMP)

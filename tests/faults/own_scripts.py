@@ -243,6 +243,11 @@ COUNTS_PASSES = (
     (_RETURNS, _SCALED.format(scale="(1 + 0.01 * PASSES[0])") + _RETURNS),
 )
 _GENERATOR = "DRAWS = torch.Generator().manual_seed(5)\n\n\n"
+# A part of a pass that is compiled in the first step, and changes no bit.
+COMPILES = (
+    before_model('SAME = torch.compile(lambda one: one * 1.0, backend="eager")\n\n\n'),
+    (_RETURNS, "    output = SAME(output)\n" + _RETURNS),
+)
 DRAWS_BY_ITSELF = (
     before_model(_GENERATOR),
     (_RETURNS, _SCALED.format(scale="torch.rand((), generator=DRAWS)") + _RETURNS),

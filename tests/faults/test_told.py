@@ -7,31 +7,40 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from elaswave_plugin.launch.torchrun import UNHEARD
+from tests.deepspeed import hf_runs
+from tests.deepspeed.checkpoints import parts, same
 from tests.deepspeed.harness import EngineSpec
+from tests.deepspeed.test_save import SAVING
+from tests.faults import own_scripts
 from tests.faults.foreign_launchers import TORCHRUN
 from tests.faults.harness import JobSpec, Outcome, left_alive, pids_of, started
 from tests.faults.test_last_checkpoint import SAVE_S
+from tests.faults.test_outside_a_step import saved_tensors
 from tests.faults.test_signals import wait_for_step
 from tests.faults.told import (
     BEFORE,
     BETWEEN,
     CASES,
+    COMPILING,
     CORE,
     DEEPSPEED,
     EVALUATION,
     FIRST,
+    JIT,
     OURS,
     SAVE,
     TO_ALL,
+    TRAINER,
     Becomes,
     Case,
 )
@@ -72,6 +81,10 @@ def held_announced(self, work, phase):
     return announced(self, held, phase)
 Member.join, Phases.enter, GuardedSteps.announced = held_join, held_enter, held_announced
 """
+HOLD_COMPILING = """
+from torch._dynamo.callback import callback_handler
+callback_handler.register_start_callback(lambda *args: members and hold("compile", 0))
+"""
 HELD = """
 {hold}
 import runpy, sys
@@ -81,6 +94,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 PLACES = {
     BEFORE: ("join", 0),
+    COMPILING: ("compile", 0),
     FIRST: ("backward", 0),
     BETWEEN: ("backward", 6),
     EVALUATION: ("evaluation", 6),
@@ -128,21 +142,87 @@ def under(
 
 
 def spec_of(case: Case, folder: Path) -> JobSpec:
-    """The job of a case, which saves its last checkpoint to FOLDER/saved."""
-    mark, saved = folder / "mark", folder / "saved"
+    """The job of a case, which saves its last checkpoint below FOLDER."""
+    mark = folder / "mark"
     sabotage = HOLD.format(place=PLACES[case.phase], mark=str(mark))
+    sabotage += HOLD_COMPILING if case.phase == COMPILING else ""
     own = (f"--notice-timeout-s={SAVE_S:g}",)
     if case.told == "a notice file":
         own = (*own, f"--notice-file={folder / 'notice'}")
+    nproc = 4 if case.launcher == OURS else 2
+    given: dict[str, Any] = {"nproc": nproc, "steps": STEPS, "dump": "never"}
+    given |= {"launcher": own, "sabotage": sabotage}
     if case.loop == CORE:
-        options = (f"--save={saved}",) if case.saves else ()
+        options = (f"--save={folder / 'saved'}",) if case.saves else ()
         options += ("--eval-interval=6",) if case.phase == EVALUATION else ()
         options += ("--save-interval=6",) if case.phase == SAVE else ()
-        return JobSpec(steps=STEPS, dump="never", options=options, launcher=own, sabotage=sabotage)
-    nproc = 4 if case.launcher == OURS else 2
-    spec = EngineSpec(nproc=nproc, steps=STEPS, dump="never", sabotage=sabotage, launcher=own)
-    settings = {**spec.config(folder / "run")["elaswave"], "last_checkpoint_dir": str(saved)}
+        changes = own_scripts.COMPILES if case.phase == COMPILING else ()
+        return JobSpec(script=own_scripts.write(folder, *changes), options=options, **given)
+    if case.loop in (TRAINER, JIT):
+        options = ("--jit",) if case.loop == JIT else ()
+        options += ("--evaluate=6",) if case.phase == EVALUATION else ()
+        options += ("--save=6",) if case.phase == SAVE else ()
+        options += ("--compile=eager",) if case.phase == COMPILING else ()
+        return hf_runs.spec_of(options=options, **given)
+    spec = EngineSpec(script=SAVING, options=(f"--save={folder}", "--every=1000"), **given)
+    settings = {"last_checkpoint_dir": str(folder / "saved")}
+    settings |= spec.config(folder / "run")["elaswave"]
     return replace(spec, settings=json.dumps({"elaswave": settings}))
+
+
+def undisturbed(case: Case, nproc: int, folder: Path) -> JobSpec:
+    """The same job that nobody tells anything, which saves to FOLDER after each step."""
+    if case.loop == CORE:
+        return JobSpec(
+            nproc=nproc,
+            steps=STEPS,
+            dump="never",
+            options=(f"--save={folder}", "--save-interval=1"),
+        )
+    if case.loop == JIT:
+        # Its rates follow the number of its steps.
+        options = ("--save=1", "--keep-all")
+        return hf_runs.spec_of(nproc=nproc, steps=STEPS, dump="never", options=options)
+    options = (f"--save={folder}", "--every=1")
+    return EngineSpec(nproc=nproc, steps=12, dump="never", script=SAVING, options=options)
+
+
+def content(case: Case, folder: Path, step: int) -> dict[str, Any]:
+    """Load all that a checkpoint after so many steps has, by every worker that has written."""
+    if case.loop == CORE:
+        return {**saved_tensors(folder / f"iter_{step:07d}")}
+    if case.loop == JIT:
+        folder = folder / f"checkpoint-{step}"
+    return parts(folder / f"global_step{step}")
+
+
+Wanted = Callable[[Case, int, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def wanted(once: Callable[[JobSpec], Outcome], tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    """The content of a checkpoint of the undisturbed job of so many workers."""
+    folders: dict[tuple[str, int], Path] = {}
+
+    def of(case: Case, nproc: int, step: int) -> dict[str, Any]:
+        key = case.loop, nproc
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            run = once(undisturbed(case, nproc, folder))
+            folders[key] = run.directory / "trainer" if case.loop == JIT else folder
+        return content(case, folders[key], step)
+
+    return of
+
+
+def saved_steps(case: Case, folder: Path) -> set[int]:
+    """The steps after which there is a checkpoint that a resume would find."""
+    if case.loop in (TRAINER, JIT):
+        found = (folder / "run" / "trainer").glob("checkpoint-*")
+        return {int(one.name.rpartition("-")[2]) for one in found}
+    names = ("latest", "latest_checkpointed_iteration.txt")
+    trackers = [folder / "saved" / name for name in names if (folder / "saved" / name).exists()]
+    return {int(one.read_text().rpartition("step")[2]) for one in trackers}
 
 
 def tell(case: Case, folder: Path, launcher_pid: int) -> None:
@@ -156,30 +236,34 @@ def tell(case: Case, folder: Path, launcher_pid: int) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     elif case.told == TO_ALL:
         launcher = psutil.Process(launcher_pid)
-        for one in (*launcher.children(recursive=True), launcher):
-            one.send_signal(signal.SIGTERM)
+        pids = {one.pid for one in launcher.children(recursive=True)}
+        for pid in (*(pids | {*pids_of(folder / "run")}) - {launcher_pid}, launcher_pid):
+            os.kill(pid, signal.SIGTERM)
     else:
         os.kill(launcher_pid, signal.Signals[case.told])
 
 
-def check(case: Case, run: Outcome, folder: Path, code: int) -> None:
+def check(case: Case, run: Outcome, folder: Path, code: int, wanted: Wanted) -> None:
     """Check what has become of the job."""
-    saved = folder / "saved"
-    names = ("latest", "latest_checkpointed_iteration.txt")
-    trackers = [saved / name for name in names if (saved / name).exists()]
     done = 1 + max((line["step"] for line in run.files.steps), default=-1)
     assert done < STEPS, run.output[-3000:]
     if case.launcher == OURS:
         assert code == 128 + signal.SIGTERM or (case.told, code) == ("SIGUSR1", 138), run.output
+    # Those that the loop's own interval asks for.
+    own = {6} if case.phase == SAVE and case.loop in (TRAINER, JIT) else set()
     said = "every worker was told to leave, and they write a last checkpoint first"
     if case.becomes is Becomes.SAVED:
         assert said in run.output
-        (tracker,) = trackers
-        assert tracker.read_text().rpartition("step")[2] == str(done)
+        assert saved_steps(case, folder) == {done} | own
         attempts = {(line["step"], line["epoch"]) for line in run.files.ledger}
         assert len({step for step, _ in attempts}) == done
+        saved = folder / ("run/trainer" if case.loop == JIT else "saved")
+        found, nproc = content(case, saved, done), run.spec.nproc
+        # DeepSpeed: a file of each worker, and one of all.
+        assert len(found) > (20 if case.loop == CORE else nproc)
+        assert same(found, wanted(case, nproc, done))
     else:
-        assert said not in run.output and not trackers
+        assert said not in run.output and saved_steps(case, folder) <= own
     # torchrun raises what it was told.
     assert run.output.count("Traceback (most") == run.output.count(".SignalException: Process ")
 
@@ -188,7 +272,9 @@ def check(case: Case, run: Outcome, folder: Path, code: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_told_to_end(case: Case, zygotes: Zygotes, data: Path, tmp_path: Path) -> None:
+def test_told_to_end(
+    case: Case, zygotes: Zygotes, data: Path, tmp_path: Path, wanted: Wanted
+) -> None:
     spec, directory = spec_of(case, tmp_path), tmp_path / "run"
     mark = tmp_path / "mark"
     if case.launcher == OURS:
@@ -218,4 +304,4 @@ def test_told_to_end(case: Case, zygotes: Zygotes, data: Path, tmp_path: Path) -
     assert left_alive(pids_of(directory), limit_s=20.0) == ()
     output = (directory / "output").read_text()
     run = Outcome(spec=spec, directory=directory, returncode=0, output=output, seconds=0)
-    check(case, run, tmp_path, code)
+    check(case, run, tmp_path, code, wanted)

@@ -60,7 +60,7 @@ SlurmdTimeout=5
 MessageTimeout=5
 SchedulerParameters=sched_interval=1,max_batch_requeue=1000
 ReturnToService=2
-KillWait=10
+KillWait={kill_wait}
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -72,11 +72,12 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 class Slurm:
     """Starts it on the way into a block, and leaves no process and no folder behind."""
 
-    def __init__(self, nodes: int = 4, cpus: int = 2) -> None:
-        """``cpus``: of each node, whatever this host has."""
+    def __init__(self, nodes: int = 4, cpus: int = 2, kill_wait_s: int = 10) -> None:
+        """``cpus``: of each node, whatever this host has; ``kill_wait_s``: scancel's patience."""
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
         self.folder = Path()
         self._cpus = cpus
+        self._kill_wait_s = kill_wait_s
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -200,9 +201,9 @@ class Slurm:
         """Give a job another time limit."""
         self._tell("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
-    def cancel(self, job: int | str) -> None:
-        """Have `scancel` end a job, or one task of an array."""
-        self._tell("scancel", str(job))
+    def cancel(self, job: int | str, *options: str) -> None:
+        """Have `scancel` end a job, or one task of an array; with `--signal` it signals that."""
+        self._tell("scancel", *options, str(job))
 
     def suspend(self, job: int) -> None:
         """Have `scontrol suspend` stop all processes of a job."""
@@ -254,7 +255,12 @@ class Slurm:
         host = socket.gethostname().partition(".")[0]
         user = pwd.getpwuid(os.getuid()).pw_name
         text = CONFIGURATION.format(
-            folder=self.folder, host=host, user=user, port=free_port(), grace=GRACE_S
+            folder=self.folder,
+            host=host,
+            user=user,
+            port=free_port(),
+            grace=GRACE_S,
+            kill_wait=self._kill_wait_s,
         )
         for name in self.nodes:
             text += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1"

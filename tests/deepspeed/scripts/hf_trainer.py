@@ -110,6 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate-first", action="store_true")
     parser.add_argument("--evaluate-before", action="store_true", help="before train()")
     parser.add_argument("--save", type=int)
+    parser.add_argument("--keep-all", action="store_true", help="all checkpoints, not the last two")
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--resume", help="folder, or last: that of this run, where there is one")
     parser.add_argument("--ignore-data-skip", action="store_true")
@@ -163,7 +164,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         accelerator_config={"dispatch_batches": False if args.no_dispatch else None},
         save_strategy="steps" if args.save else "no",
         save_steps=args.save or 500,
-        save_total_limit=2,
+        save_total_limit=None if args.keep_all else 2,
         ignore_data_skip=args.ignore_data_skip,
         load_best_model_at_end=args.best,
         # The loss falls, so the best is not the last.
