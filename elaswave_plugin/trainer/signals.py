@@ -49,8 +49,7 @@ class SharedSignals:
         numbers = [one for one in SHARED if signal.getsignal(one) is signal.SIG_DFL]
         numbers += [signal.SIGTERM] if new else []
         for number in numbers:
-            signal.signal(number, self._heard)
-            signal.siginterrupt(number, False)  # system calls go on as without a handler
+            self._install(number)
         if numbers and not self._is_at_forks:
             self._is_at_forks = True
             os.register_at_fork(
@@ -66,15 +65,19 @@ class SharedSignals:
 
     def take_over(self, number: int) -> None:
         """Forget what handles a signal so far: an adapter does in its place what it is for."""
-        if number in SHARED:
-            signal.signal(number, signal.SIG_DFL)
-            self.take()
-            self.of_script = None
+        self.take()
+        if number in SHARED and threading.current_thread() is threading.main_thread():
+            self._install(number)
+            self.of_script = None if number == signal.SIGTERM else self.of_script
 
     def call(self) -> None:
         """Call what the script has for SIGTERM, as if that came now; it may raise anything."""
         if self.of_script is not None:
             self.of_script(signal.SIGTERM, sys._getframe())
+
+    def _install(self, number: int) -> None:
+        signal.signal(number, self._heard)
+        signal.siginterrupt(number, False)  # system calls go on as without a handler
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if not self._page.is_told_to_end:

@@ -1,6 +1,7 @@
 """A script that handles SIGTERM itself: its handler is called in all workers at the same step."""
 
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,18 @@ def on_sigterm(number, frame):
 
 
 """
+GOES_ON = """def on_sigterm(number, frame):
+    print(f"process {os.getpid()} ends", flush=True)
+
+
+"""
 ENDS = """def on_sigterm(number, frame):
     print(f"process {os.getpid()} ends", flush=True)
     raise SystemExit(0)
 
 
 """
+ENDED = re.compile(r"process \d+ ends")
 LOOK = own_scripts.in_body(
     "        if TOLD:\n"
     '            print(f"told before step {iteration} ends", flush=True)\n'
@@ -85,8 +92,22 @@ def test_one_that_ends_the_script_ends_all_at_one_step(
     spec = replace(LONG, script=own_scripts.write(tmp_path, *changes))
     run = told(spec, zygote=zygote, data=data, directory=tmp_path / "run", to_all=True)
     completed_once(run)
-    assert run.output.count(" ends\n") == 4
+    assert len(ENDED.findall(run.output)) == 4
     assert {one["status"] for one in run.events("worker_exited")} == {"exit code 0"}
+
+
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
+@pytest.mark.slow
+def test_one_that_ends_nothing_is_ended_when_its_time_is_over(
+    zygote: Zygote, data: Path, tmp_path: Path
+) -> None:
+    changes = (IMPORT, own_scripts.before_model(GOES_ON), (MAIN, MAIN + INSTALL))
+    script = own_scripts.write(tmp_path, *changes)
+    spec = replace(LONG, steps=2000, script=script, launcher=("--notice-timeout-s=3",))
+    run = told(spec, zygote=zygote, data=data, directory=tmp_path / "run", to_all=True)
+    # Once where all are told, and once more where each has to end.
+    assert len(ENDED.findall(run.output)) == 8
+    assert {one["status"] for one in run.events("worker_exited")} == {"killed by SIGKILL"}
 
 
 def test_the_jobs_last_checkpoint_takes_its_place(
@@ -101,5 +122,5 @@ def test_the_jobs_last_checkpoint_takes_its_place(
     run = told(spec, zygote=zygote, data=data, directory=tmp_path / "run", to_all=True)
     done = completed_once(run)
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == str(done)
-    assert " ends\n" not in run.output
+    assert not ENDED.search(run.output)
     assert "own handler of it, on_sigterm (" in run.output

@@ -23,6 +23,7 @@ EXITS = {
         "worker.config.changes.return_value = [MagicMock(slot=1, step=3, arrives=False)]\n"
         "worker.view.ranks, worker.state.remembered_steps = (0, 1), 2\n"
         "worker.placement.shard_group_of.return_value = None\n"
+        "worker.member.signals.of_script = None\n"
         "steps = GuardedSteps(worker, MagicMock(), on_commit=print, on_recovered=print)\n"
         "with patch('torch.distributed.barrier'): steps.begin()\n"
         "sys.exit('it has not left')"
