@@ -141,6 +141,22 @@ def test_later_signals_to_the_launcher_are_passed_on(tmp_path: Path, later: int)
         assert job.left(WAIT_S) == []
 
 
+def test_one_that_joins_though_it_had_to_end_ends_no_agent(tmp_path: Path) -> None:
+    """Its script handles the signal by which it was ended before the job began."""
+    with Job(tmp_path, 2, TINY_OUTLIVES="1") as job:
+        job.launch("--nproc-per-node=2", "--node-rank=0")
+        for report in job.all("started", range(2)):
+            job.watch(report["pid"])
+        deadline = Deadline(WAIT_S)
+        while len(job.events("worker_started")) < 2:
+            assert deadline.left_s()
+            time.sleep(0.005)  # the file is all that shows that there is a job
+        job.launchers[0].terminate()
+        assert job.code() == 128 + signal.SIGTERM
+        assert job.left(WAIT_S) == []
+        assert "Traceback" not in job.output() and "another one goes on" not in job.output()
+
+
 def test_what_a_trainer_forks_ends_by_sigterm(tmp_path: Path) -> None:
     with Job(tmp_path, 1).start() as job:
         job.tell(0, "children")
