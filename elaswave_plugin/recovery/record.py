@@ -121,12 +121,14 @@ def _line(
 ) -> tuple[int, str]:
     """Choose the first worker that is no newcomer to announce the recovery's end, and its words.
 
+    Where all are newcomers, it is the first of them, and the state of those that are gone goes on.
     ``before``: the members of the view that was left; with all of them still there, nothing was
     lost, and the work is only dealt in another way.
     """
     came = {int(name.partition(".")[0]) for name in fields["newcomers"]}
-    speaker = next(slot for slot in plan.ranks if slot not in came)
-    if came:
+    stayed = [slot for slot in plan.ranks if slot not in came]
+    speaker = (stayed or plan.ranks)[0]
+    if came and stayed:
         who = " and ".join(f"worker {slot}" for slot in sorted(came))
         has = f"{who} work{'s' if len(came) == 1 else ''} again from step {plan.restore_step} on"
         return speaker, f"{has}; the others stood still for {fields['pause_s'] * 1e3:.1f} ms"

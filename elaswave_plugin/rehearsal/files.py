@@ -1,13 +1,14 @@
-"""Refuses what would change a file that was there before the rehearsal; switches trackers off.
+"""Refuses what would change a file that was there before the rehearsal; takes away what is new.
 
 Python tells its audit hooks of every file that it opens, removes or renames. What opens files by
 itself is asked here first where it is known: ``torch.save`` and safetensors.
 """
 
 import os
+import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,13 +22,22 @@ from elaswave_plugin.trainer.fatal import end_in_a_sentence
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Made again whenever they are missing, or held for a moment and never read.
 _OF_NO_VALUE = (".pyc", ".lock")
+# Caches of libraries, which hold no results: variable that names one, and where it is without that.
+_CACHES = (
+    ("XDG_CACHE_HOME", "~/.cache"),
+    ("HF_HOME", None),
+    ("TORCH_EXTENSIONS_DIR", None),
+    ("TORCHINDUCTOR_CACHE_DIR", None),
+    ("TRITON_CACHE_DIR", "~/.triton"),
+)
 # What may be done to a folder that is there, and to what is no file.
 _MAKES = ("opens for writing", "makes")
-# Module, function that writes, and the argument that is the file.
+# Module, function that writes, and the argument that is the file. Of safetensors it is what its own
+# functions call, which others have imported by name.
 _OPENERS = (
     ("torch", "save", 1, "f"),
-    ("safetensors.torch", "save_file", 1, "filename"),
-    ("safetensors.numpy", "save_file", 1, "filename"),
+    ("safetensors.torch", "serialize_file", 1, "filename"),
+    ("safetensors.numpy", "serialize_file", 1, "filename"),
 )
 
 
@@ -46,7 +56,9 @@ class FileGuard:
         self._refused = order.refused
         # What a zygote has made by `tempfile`, each trainer that it forks removes at its end.
         temporary = os.path.join(tempfile.gettempdir(), tempfile.gettempprefix())
-        self._free = (str(order.folder), temporary, "/dev/", "/proc/", "/sys/")
+        inductor = os.path.join(tempfile.gettempdir(), "torchinductor_")
+        mine = (str(order.folder), temporary, inductor)
+        self._free = (*mine, "/dev/", "/proc/", "/sys/", *_caches())
         self._overwrites = order.overwrites
         self._asking = False
 
@@ -61,7 +73,7 @@ class FileGuard:
                 setattr(owner, name, self._asked_first(getattr(owner, name), position, keyword))
 
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._asking or self._overwrites:
+        if self._asking:
             return
         if event == "open" and _is_writing(args):
             self.ask(args[0])
@@ -90,7 +102,7 @@ class FileGuard:
 
     def ask(self, file: Any, verb: str = "opens for writing") -> None:
         """End the job where the path was there before; note one that is about to be made."""
-        if self._overwrites or not isinstance(file, str | bytes | os.PathLike):
+        if not isinstance(file, str | bytes | os.PathLike):
             return
         path = os.path.abspath(os.fsdecode(file))
         if path.startswith(self._free) or path.endswith(_OF_NO_VALUE):
@@ -101,7 +113,7 @@ class FileGuard:
                 self._note(path)
             elif verb in _MAKES and not _is_file(path):
                 return  # a folder that is there, a terminal, a pipe
-            elif self._noted().isdisjoint((path, *map(str, Path(path).parents))):
+            elif not self._overwrites and not self._was_made(path):
                 self._refuse(path, verb)
         finally:
             self._asking = False
@@ -110,9 +122,8 @@ class FileGuard:
         with open(self._made, "a") as made:
             made.write(f"{path}\n")
 
-    def _noted(self) -> set[str]:
-        made = Path(self._made)
-        return set(made.read_text().splitlines()) if made.exists() else set()
+    def _was_made(self, path: str) -> bool:
+        return not {path, *map(str, Path(path).parents)}.isdisjoint(_noted(Path(self._made)))
 
     def _refuse(self, path: str, verb: str) -> None:
         said = (
@@ -121,6 +132,30 @@ class FileGuard:
         )
         self._refused.write_text(said)
         end_in_a_sentence(ConfigurationError(said))
+
+
+def take_away(order: RunOrder) -> None:
+    """Remove what a run has made, so that the next one finds what this one found."""
+    for path in _noted(order.made):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.remove(path)
+    order.made.unlink(missing_ok=True)
+
+
+def _noted(made: Path) -> list[str]:
+    return made.read_text().splitlines() if made.exists() else []
+
+
+def _caches() -> Iterator[str]:
+    here = os.getcwd()
+    for name, usual in _CACHES:
+        folder = os.environ.get(name) or usual
+        if folder is not None:
+            path = os.path.abspath(os.path.expanduser(folder))
+            if not here.startswith(path):
+                yield path
 
 
 def _placed(path: Any, folder: int | None) -> Any:

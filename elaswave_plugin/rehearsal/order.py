@@ -36,7 +36,7 @@ class RunOrder:
 
     @property
     def made(self) -> Path:
-        """The list of files that runs of this rehearsal have made."""
+        """The list of files that the present run has made."""
         return self.folder / "made"
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.rehearsal.files import OFF
+from elaswave_plugin.rehearsal.files import OFF, take_away
 from elaswave_plugin.rehearsal.judge import Judged, Undisturbed, judge, twin_changes
 from elaswave_plugin.rehearsal.launch import Command, Ended, run_command, warmed
 from elaswave_plugin.rehearsal.order import RunOrder
@@ -120,7 +120,9 @@ def _rehearsed(options: RehearsalOptions, folder: Path, console: Console) -> Ver
                 **more,
             )
             with screen.running(title, order.run_dir, options.steps) as look:
-                return order, run_command(options.command, order, socket, look)
+                ended = run_command(options.command, order, socket, look)
+            take_away(order)
+            return order, ended
 
         order, ended = run("undisturbed", "undisturbed", {})
         _check_refused(order)

@@ -7,6 +7,7 @@ below that folder, and those that read or remove find there what was written bef
 import builtins
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 # Functions of a path that is there, below the folder or not; of one that is made; of two paths.
 _LOOK = ("stat", "lstat", "listdir", "scandir", "access", "rmdir", "remove", "unlink")
 _CHANGE = ("mkdir",)
+_SAFETENSORS = ("safetensors.torch", "safetensors.numpy")
 _MOVE = ("rename", "replace", "link", "symlink")
 
 
@@ -66,6 +68,9 @@ class LedSaves:
         for name in _MOVE:
             yield os, name, partial(self._move, getattr(os, name))
         yield torch, "save", partial(self._save, torch.save)
+        for name in _SAFETENSORS:
+            if (module := sys.modules.get(name)) is not None:
+                yield module, "serialize_file", partial(self._save, module.serialize_file)
 
     def _open(self, native: Any, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+")

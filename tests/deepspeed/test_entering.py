@@ -1,6 +1,7 @@
 """The only worker that knows the script's loop is lost while another one enters, in an engine."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -12,19 +13,19 @@ from tests.faults.test_join import entered
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
-# The survivor dies when it has agreed to the view that lets the other one in.
-LOST = {"kills": ("1@1:backward", "0@4:move"), "changes": ("+1@4",), "respawn": 5}
-# An own loop has not come to its step yet.
-OWN_LOST = {**LOST, "kills": ("1@1:backward", "0@3:move")}
+LOST = {"changes": ("+1@4",), "respawn": 5}
+# The survivor dies before it has agreed to the view that lets the other one in, or behind that.
+PHASES = ("agree", "move")
 OWN = EngineSpec(nproc=2, steps=7, global_batch=4, accumulation=1)
 
 
-@proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0", moment="3:move")
-@pytest.mark.parametrize("stage", sampled([0, 2, 3]))
+@proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0")
+@pytest.mark.parametrize(("stage", "phase"), sampled([*product([0, 2, 3], PHASES)]))
 def test_the_last_that_knows_an_own_loop_is_lost(
-    run: Launch, reference: Launch, stage: int
+    run: Launch, reference: Launch, stage: int, phase: str
 ) -> None:
-    spec = replace(OWN, stage=stage, **OWN_LOST)
+    # An own loop has not come to its step yet.
+    spec = replace(OWN, stage=stage, kills=("1@1:backward", f"0@3:{phase}"), **LOST)
     survived = run(spec)
     check_survived(survived)
     assert max_relative_difference(survived, reference(spec)) <= FP32_BOUND
@@ -32,11 +33,12 @@ def test_the_last_that_knows_an_own_loop_is_lost(
 
 
 @pytest.mark.slow
-@proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0", moment="4:move")
-def test_the_last_that_knows_a_trainer_is_lost(run: Launch, reference: Launch) -> None:
+@proves(Kind.IN_RECOVERY, Promise.CLOSE, victim="0")
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_last_that_knows_a_trainer_is_lost(run: Launch, reference: Launch, phase: str) -> None:
     """Steps, schedule and the place in its data go on."""
     spec = hf_runs.spec_of(nproc=2, steps=7, global_batch=4, accumulation=2)
-    spec = replace(spec, **LOST)
+    spec = replace(spec, kills=("1@1:backward", f"0@4:{phase}"), **LOST)
     survived = run(spec)
     check_survived(survived)
     undisturbed = reference(spec)

@@ -13,7 +13,11 @@ pytest.importorskip("accelerate")
 
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 
-from elaswave_plugin.adapters.deepspeed.accelerate.order import SamplerOrder, sampler_of
+from elaswave_plugin.adapters.deepspeed.accelerate.order import (
+    SamplerOrder,
+    sampler_of,
+    unskipped,
+)
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -79,7 +83,6 @@ def batches(sampler: Any = None) -> BatchSampler:
         (BatchSamplerShard(batches(), 4, 0, split_batches=True), "split_batches is True"),
         (BatchSamplerShard(batches(), 4, 0, even_batches=False), "even_batches is False"),
         (batches(), "accelerator.prepare"),
-        (SkipBatchSampler(BatchSamplerShard(batches(), 4, 0), 2), "SkipBatchSampler"),
         (
             BatchSamplerShard(batches(torch.utils.data.SubsetRandomSampler(range(8))), 4, 0),
             "draws from a SubsetRandomSampler, wanted a RandomSampler",
@@ -96,3 +99,6 @@ def test_an_ordinary_loader_is_taken() -> None:
     assert sampler_of(loader, 1) == (loader.sampler, 2, True)
     shard = BatchSamplerShard(loader.batch_sampler, 4, 1)
     assert sampler_of(Loader(shard), 4) == (loader.sampler, 2, True)
+    skipping = SkipBatchSampler(SkipBatchSampler(shard, 2), 1)
+    assert sampler_of(Loader(skipping), 4) == (loader.sampler, 2, True)
+    assert unskipped(skipping) == (shard, 3)

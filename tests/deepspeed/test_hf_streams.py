@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+from elaswave_plugin.observer.observer import losses_of
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_hf import OWN_OPTIMIZER, SIZES, plain, printed
@@ -125,6 +126,27 @@ def test_one_resumed_in_the_second_pass_goes_on_there_or_is_told(
     assert ("samples: 0 lost, 0 repeated" in resumed.output) is follows
 
 
+@proves(Kind.KILL, Promise.CLOSE, victim="1", moment="0:backward")
+@pytest.mark.parametrize(
+    "kind", sampled([(("--stream=none", *WHOLE),), (("--stream=plain", *WHOLE),)])
+)
+def test_one_that_skips_what_was_trained_on_goes_on_there_through_a_loss(
+    run: Launch, kind: tuple[str, ...]
+) -> None:
+    """In the second pass of a dataset with places, in the first one of a stream."""
+    saved = 7 if "--stream=none" in kind else 3
+    whole = run(streaming(options=(*kind, f"--save={saved}"), steps=12))
+    assert whole.returncode == 0, whole.output[-4000:]
+    options = (*kind, f"--load={whole.directory / 'saved'}", "--begins=skip")
+    resumed = run(streaming("1@0:backward", options=options, steps=12))
+    assert resumed.returncode == 0 and resumed.events("fault_fired"), resumed.output[-4000:]
+    losses, wanted = losses_of(resumed.files), losses_of(whole.files)
+    assert [*losses.values()] == pytest.approx([*wanted.values()][saved:], rel=1e-6)
+    read, whole_read = gathered(resumed.directory)[0], gathered(whole.directory)[0]
+    assert [*read.values()] == [*whole_read.values()][saved:]
+    assert "samples: 0 lost, 0 repeated" in resumed.output
+
+
 @proves(Kind.NOTHING, Promise.SAME)
 @pytest.mark.parametrize(
     "options",
@@ -151,7 +173,6 @@ def test_without_a_loss_it_is_what_accelerate_does_alone(
         (("--stream=drawn",), "gave the workers different samples"),
         (("--split-batches", "--batch-size=4"), "split_batches is True in Accelerate"),
         (("--batch-size=2",), "batch_size is 2 and train_micro_batch_size_per_gpu is 1"),
-        (("--skip=3",), "skip_first_batches was called with 3"),
     ],
 )
 def test_streams_that_workers_cannot_share_are_refused(

@@ -63,6 +63,30 @@ def test_one_that_passes_over_what_was_trained_on_goes_on_without_a_word(
     script.resumed.check_redo(1)
 
 
+def test_one_that_skips_them_reads_none_of_them_and_may_begin_again(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In the pass that the checkpoint was in, and in a redo; the next pass is a whole one."""
+    script = Script()
+    script.loader.skip_first(TRAINED % PASS // EACH)
+    sealed = script.loader.position
+    iter(script.loader)
+    wanted = script.loader.items_at(1, TRAINED % PASS // EACH)
+    for _ in range(2):
+        script.loader.position = sealed
+        assert script.loader.items() == wanted
+        script.read()
+        assert script.use() == [30, 31, 32]
+        script.resumed.check_redo(0)
+    script.read()
+    with pytest.raises(StopIteration):
+        script.loader.items()
+    iter(script.loader)
+    assert script.loader.items() == script.loader.items_at(1, 0)
+    said = capfd.readouterr()
+    assert not said.out + said.err
+
+
 @pytest.mark.parametrize(("reshuffles", "passed"), [(False, 0), (True, 4)])
 def test_one_that_begins_elsewhere_is_told_and_its_samples_are_repeated(
     capfd: pytest.CaptureFixture[str], reshuffles: bool, passed: int

@@ -34,7 +34,7 @@ def test_the_last_that_knows_the_loop_is_lost_while_another_enters(
 
 @pytest.mark.slow
 @proves(Kind.IN_RECOVERY, Promise.EQUAL, victim="0")
-@pytest.mark.parametrize("phase", ["edit", "rebind", "verify", "gather"])
+@pytest.mark.parametrize("phase", ["detect", "agree", "edit", "rebind", "verify", "gather"])
 def test_it_is_lost_in_any_phase_of_that(run: Launch, reference: Reference, phase: str) -> None:
     spec = replace(TWO, kills=(*KILLS, f"0@4:{phase}"), changes=CHANGES)
     survived = run(spec)

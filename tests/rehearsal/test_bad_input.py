@@ -94,9 +94,11 @@ def test_a_file_of_the_users_is_refused(rehearse: Rehearse, tmp_path: Path) -> N
 
 @proves(Kind.NOTHING, Promise.NAMED)
 def test_what_is_new_is_named_and_is_no_verdict(rehearse: Rehearse) -> None:
-    options = ("--log-losses=losses.txt",)
-    ended = rehearse(JobSpec(nproc=2, steps=20, options=options), runs=("dealt-otherwise",))
+    """The log that the script makes is taken away; what another program makes stays."""
+    made = "import os; os.system('touch made')"
+    spec = JobSpec(nproc=2, steps=20, options=("--log-losses=losses.txt",), sabotage=made)
+    ended = rehearse(spec, runs=("dealt-otherwise",))
     assert ended.exit_code == 0, ended.output
     assert "new or changed in the working directory, by the script or" in ended.output
     assert ended.verdict["equal"]
-    assert ended.verdict["changed_files"] == ["losses.txt"]
+    assert ended.verdict["changed_files"] == ["made"]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from elaswave_plugin.rehearsal.files import take_away
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.saves import LedSaves
 from elaswave_plugin.rehearsal.tree import changed, look_at
@@ -16,6 +18,7 @@ from elaswave_plugin.rehearsal.tree import changed, look_at
 GUARDED = """
 import sys
 from pathlib import Path
+from safetensors.torch import save_file
 from elaswave_plugin.rehearsal.files import FileGuard
 from elaswave_plugin.rehearsal.order import RunOrder
 FileGuard(RunOrder.read(Path(sys.argv[1]))).install()
@@ -33,6 +36,7 @@ WRITES = {
     "rmtree": "import shutil; shutil.rmtree(Path('{file}').parent)",
     "truncate": "import os; os.truncate('{file}', 0)",
     "torch.save": "import torch; torch.save([1], '{file}')",
+    "safetensors": "import torch; save_file({{'a': torch.ones(1)}}, '{file}')",
     "torch.save by name": "import torch; torch.save(obj=[1], f='{file}')",
 }
 
@@ -83,6 +87,39 @@ def test_what_the_rehearsal_made_may_be_removed(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_what_a_run_made_is_taken_away_before_the_next_one(
+    tmp_path: Path, overwrites: bool
+) -> None:
+    """As the checkpoint that a script would find, and resume from."""
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed", overwrites=overwrites)
+    users, kept = tmp_path / "users", tmp_path / "users" / "data.txt"
+    users.mkdir()
+    kept.write_text("of last week")
+    code = f"import torch; Path('{users}/step_3').mkdir(); torch.save([1], '{users}/step_3/a')"
+    code += f"; Path('{users}/latest').write_text('3'); Path('{users}/log').touch()"
+    for _ in range(2):
+        ended = guarded(order, f"assert not Path('{users}/latest').exists(); {code}")
+        assert ended.returncode == 0, ended.stderr
+        (users / "of another program").touch()
+        take_away(order)
+        assert sorted(os.listdir(users)) == ["data.txt", "of another program"]
+    assert kept.read_text() == "of last week"
+
+
+def test_the_cache_of_a_library_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of torch, which builds DeepSpeed's operations there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    built = tmp_path / "cache" / "torch_extensions" / "build.ninja"
+    built.parent.mkdir(parents=True)
+    built.write_text("rule compile")
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed")
+    ended = guarded(order, f"open('{built}', 'w'); open('{built.parent}/new', 'w')")
+    assert ended.returncode == 0, ended.stderr
+    take_away(order)
+    assert (built.parent / "new").exists()
+
+
 def test_saves_go_below_the_folder(tmp_path: Path) -> None:
     users, ours = tmp_path / "users", tmp_path / "ours"
     users.mkdir()
@@ -93,6 +130,7 @@ def test_saves_go_below_the_folder(tmp_path: Path) -> None:
         target = users / "iter_4"
         target.mkdir(parents=True, exist_ok=True)
         torch.save({"step": 4}, target / "model.pt")
+        save_file({"step": torch.ones(1)}, users / "model.safetensors")
         (users / "latest.tmp").write_text("4")
         os.replace(users / "latest.tmp", users / "latest")
         assert os.listdir(target) == ["model.pt"]
@@ -102,7 +140,7 @@ def test_saves_go_below_the_folder(tmp_path: Path) -> None:
     assert changed(before, look_at(users)) == []
     assert (users / "latest").read_text() == "3"
     led = Path(f"{ours / 'saves'}{users}")
-    assert (led / "latest").read_text() == "4"
+    assert (led / "latest").read_text() == "4" and (led / "model.safetensors").is_file()
     assert torch.load(led / "iter_4" / "model.pt") == {"step": 4}
 
 

@@ -47,6 +47,9 @@ def ending_of(
     if alike is not None:
         return Ending(reason=alike, exit_code=EXIT_FAILED)
     if all(slot in gone or slot in reports.done for slot in view.ranks):
+        # Who comes to a job with stages is told its place by those that are there.
+        if layout is None and not reports.is_ending(view) and reports.waiting(lost):
+            return None  # those are let in, and what they need may be sealed
         return _with_nobody_left(view, reports, failed, lost)
     if reports.all_leave(view) and not reports.all_save_last(view):
         return Ending(reason="every worker was told to leave", exit_code=EXIT_TOLD)

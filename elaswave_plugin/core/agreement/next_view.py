@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 from elaswave_plugin.core.agreement.messages import Begun, Proposal
 from elaswave_plugin.core.agreement.reports import Reports, event_of
-from elaswave_plugin.core.agreement.view import MembershipView, WorkerId, next_view
+from elaswave_plugin.core.agreement.view import (
+    MembershipView,
+    WorkerId,
+    grown_view,
+    next_view,
+)
 from elaswave_plugin.core.layout.layout import why_needed
 
 LAST_CALL = "every worker was told to leave, and they write a last checkpoint first"
@@ -53,6 +58,11 @@ def find_next_view(
         change = next_view(base, events, now_s)
         if change is None and reports.severed is not None and is_severed:
             return NextView(replace(base, reason=reports.severed[0]))
+        if change is not None and not change.ranks:
+            # Those that wait go on alone, from what these have sealed.
+            grown = grown_view(change, reports.waiting(lost))
+            assert grown is not None, "else the job is over"
+            change = replace(grown, reason=f"{change.reason}; {grown.reason}")
         return NextView(change or base)
     if opened is not None and not opened.boundary:
         return NextView(opened.view)

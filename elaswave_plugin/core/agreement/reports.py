@@ -219,6 +219,10 @@ class Reports:
         waiting = self.arrivals.get(worker.slot)
         return waiting is not None and waiting.worker == worker and worker.slot not in lost
 
+    def waiting(self, lost: Collection[int]) -> list[Arrival]:
+        """List the newcomers that wait to be let in."""
+        return [one for slot, one in self.arrivals.items() if slot not in lost]
+
     def between_steps(
         self, view: MembershipView, lost: Collection[int], now_s: float
     ) -> MembershipView | None:
@@ -229,8 +233,7 @@ class Reports:
         shrunk = next_view(view, self.departures(view, now_s), now_s)
         if shrunk is not None and not shrunk.ranks:
             shrunk = None  # somebody has to stay
-        waiting = [one for slot, one in self.arrivals.items() if slot not in lost]
-        grown = grown_view(shrunk or view, waiting)
+        grown = grown_view(shrunk or view, self.waiting(lost))
         if shrunk is None or grown is None:
             same = None if self.replan is None else replace(view, reason=self.replan)
             return grown or shrunk or same

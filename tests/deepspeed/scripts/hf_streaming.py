@@ -43,7 +43,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=0, help="batches of the first pass")
     parser.add_argument("--save", type=int, help="step behind which the state is saved")
     parser.add_argument("--load", help="folder of such a state")
-    parser.add_argument("--begins", choices=("read", "at the pass", "front"), default="read")
+    parser.add_argument(
+        "--begins", choices=("read", "at the pass", "front", "skip"), default="read"
+    )
     return parser.parse_known_args()[0]
 
 
@@ -80,10 +82,16 @@ def main() -> None:
     if args.load:
         accelerator.load_state(args.load)
         step, passed = json.loads(Path(args.load, "place.json").read_text())[args.begins]
+    first = loader
+    if args.begins == "skip":
+        first, passed = accelerator.skip_first_batches(loader, passed), 0
     batches = read = 0
     while step < args.steps:
         read = 0
-        for batch in loader:
+        if batches and loader is not first:
+            # The one that skips has counted its pass.
+            loader.set_epoch(loader.iteration or first.iteration)
+        for batch in loader if batches else first:
             batches, read = batches + 1, read + 1
             if batches <= passed:
                 continue
@@ -102,7 +110,7 @@ def main() -> None:
                 )
                 step += 1
                 if step == args.save:
-                    begins = {"read": batches, "at the pass": read, "front": 0}
+                    begins = {"read": batches, "at the pass": read, "front": 0, "skip": read}
                     save(accelerator, Path(args.deepspeed_config).parent / "saved", step, begins)
                 if args.stateful == "asked":
                     accelerator.save_state(str(Path(args.deepspeed_config).parent / "saved"))

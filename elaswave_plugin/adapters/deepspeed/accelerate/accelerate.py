@@ -28,6 +28,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     SamplerOrder,
     agree_on,
     sampler_of,
+    unskipped,
 )
 from elaswave_plugin.adapters.deepspeed.accelerate.stream import (
     StreamOrder,
@@ -84,7 +85,8 @@ class AcceleratedJob:
         self._engine = engine
         self._width, self._micro_batch_size = job.batch_shape
         self._loader: ElasticLoader | None = None
-        self._prepared: Any = None
+        # The batches of the training loader, or its stream, also of one that skips the first.
+        self._source: Any = None
         # The stream of an iterable dataset, and when the agent was told the place in it.
         self._stream: StreamOrder | None = None
         self._told_s = 0.0
@@ -117,7 +119,7 @@ class AcceleratedJob:
             return self._train(loader)
         if self.keeps_batches:
             return self._evaluate(self._deal(loader))
-        for shard in (loader.batch_sampler, loader.dataset):
+        for shard in (unskipped(loader.batch_sampler)[0], loader.dataset):
             if isinstance(shard, BatchSamplerShard | IterableDatasetShard):
                 # Those who are left evaluate everything.
                 shard.num_processes, shard.process_index = dist.get_world_size(), dist.get_rank()
@@ -180,18 +182,19 @@ class AcceleratedJob:
         """
         if getattr(loader, "next_iter_state", None) is not None:
             self._refuse_state("was given a state")
-        if self._loader is None or self._prepared is not loader:
+        source, _ = _source_of(loader)
+        if self._loader is None or self._source is not source:
             self._loader = (
                 self._streamed(loader, whole_updates)
                 if is_stream(loader)
                 else self._sampled(loader, pieces, fewest)
             )
-            self._prepared = loader
+            self._source = source
         return self._loader
 
     def state(self, native: Callable[[Any], Any], loader: Any) -> Any:
         """``state_dict()`` of a stateful loader; the training loader is read by the job instead."""
-        if loader is self._prepared:
+        if self._source is not None and _source_of(loader)[0] is self._source:
             self._refuse_state("was asked for its state")
         return native(loader)
 
@@ -292,6 +295,7 @@ class AcceleratedJob:
         elastic = self.elastic(loader)
         loader.begin()
         elastic.set_epoch(loader.iteration)
+        elastic.skip_first(_source_of(loader)[1])
         for batch in elastic:
             loader.end_of_dataloader = elastic.at_end
             if self._unset:
@@ -391,6 +395,13 @@ class AcceleratedJob:
             if shared["local_process_index"] == shared["process_index"] or rank == 0:
                 shared["local_process_index"] = rank
             shared["num_processes"], shared["process_index"] = width, rank
+
+
+def _source_of(loader: Any) -> tuple[Any, int]:
+    """Return the stream of a prepared loader, or its batches, and how many it skips at first."""
+    if is_stream(loader):
+        return loader.dataset, loader.skip_batches
+    return unskipped(loader.batch_sampler)
 
 
 def _gathered(own: torch.Tensor) -> torch.Tensor:

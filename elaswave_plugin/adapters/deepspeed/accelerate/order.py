@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from elaswave_plugin.errors import ConfigurationError
@@ -77,12 +77,22 @@ class SamplerOrder:
         return drawn
 
 
+def unskipped(batches: Any) -> tuple[Any, int]:
+    """Return a batch sampler as it was before `skip_first_batches`, and the batches left out."""
+    count = 0
+    while isinstance(batches, SkipBatchSampler):
+        count += batches.skip_batches
+        batches = batches.batch_sampler
+    return batches, count
+
+
 def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     """Sampler, batch size of a worker, and whether the rest is dropped, of a prepared loader.
 
+    Batches that `skip_first_batches` leaves out are among them.
     Raises ConfigurationError where its order could not be drawn again.
     """
-    batches = loader.batch_sampler
+    batches, _ = unskipped(loader.batch_sampler)
     if isinstance(batches, BatchSamplerShard):
         if batches.split_batches:
             raise ConfigurationError(
@@ -98,7 +108,7 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     elif num_processes > 1:
         raise ConfigurationError(
             f"the training loader has a {type(batches).__name__}, wanted one that "
-            "accelerator.prepare() has dealt out to the processes, with no batches skipped"
+            "accelerator.prepare() has dealt out to the processes"
         )
     sampler = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not (

@@ -296,12 +296,6 @@ def stream_of(loader: Any, width: int) -> tuple[Any, int, bool, bool]:
 
     Raises ConfigurationError where the workers would read different streams.
     """
-    if getattr(loader, "skip_batches", 0):
-        raise ConfigurationError(
-            f"skip_first_batches was called with {loader.skip_batches} for a training loader whose"
-            " dataset is iterable, and its first pass would have others than those that follow;"
-            " skip the samples in the dataset"
-        )
     if isinstance(loader, DataLoaderDispatcher):
         if loader.split_batches:
             raise ConfigurationError(

@@ -177,8 +177,10 @@ class ElasticLoader:
         self._epoch = -1
         # Where an epoch was left before its end, so that a redo leaves it there again.
         self._left_at: dict[int, int] = {}
+        # The iteration with which an epoch begins whose first ones the script skips.
+        self._begins_at: dict[int, int] = {}
         self._has_read = False
-        # Batches that the script took since it began to iterate, void ones included, and how many
+        # Batches that the script took since it began to iterate, void and skipped ones too, and how
         # it had taken of the last epoch that it left before its end.
         self._taken = 0
         self._usual: int | None = None
@@ -255,10 +257,10 @@ class ElasticLoader:
 
     def took(self, kind: str) -> None:
         """The script was given an iterator, a batch or the end of an epoch."""
-        self._taken = 0 if kind == ITERATOR else self._taken + (kind == BATCH)
         there = self.reads.made(kind)
         if there is not None:
             self._epoch, self._left_at, self._has_read, self._usual = there
+        self._taken = self.skipped if kind == ITERATOR else self._taken + (kind == BATCH)
 
     def void_items(self) -> list[int]:
         """Return samples like those of an iteration, for a batch that no worker trains on."""
@@ -317,13 +319,24 @@ class ElasticLoader:
             self._sampler.set_epoch(number)
         self._order.set_epoch(self._epoch + 1, number)
 
+    def skip_first(self, count: int) -> None:
+        """Begin the epoch that comes next behind its first ``count`` iterations."""
+        if count:
+            self._begins_at[self._epoch + 1] = count
+
+    @property
+    def skipped(self) -> int:
+        """Iterations that the script skips in its present epoch, before the first one."""
+        return self._begins_at.get(self._epoch, 0)
+
     def _normal(self, position: Position) -> Position:
-        """The position itself, or the start of the next epoch where it is the end of one."""
+        """The position itself, or the start of an epoch where it is before it, or of the next."""
         epoch = position.epoch
         end = self._left_at.get(epoch, self._order.iterations_of(epoch))
-        if position.iteration < end:
-            return position
-        return Position(epoch=epoch + 1, served=position.served)
+        if position.iteration >= end:
+            epoch, position = epoch + 1, Position(epoch=epoch + 1, served=position.served)
+        first = self._begins_at.get(epoch, 0)
+        return replace(position, iteration=max(first, position.iteration))
 
     def items(self) -> list[int]:
         """All samples of the next iteration; raises StopIteration at the end of the epoch."""

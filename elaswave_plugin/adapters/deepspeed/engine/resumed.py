@@ -107,7 +107,7 @@ class Resumed:
         """
         here, count = loader.position, len(items) if are_read else 0
         begun = here.served - count
-        follows, wanted = self._made == self._batches, "the one behind them"
+        follows, wanted = self._made + loader.skipped == self._batches, "the one behind them"
         if not (follows or loader.streams):
             there, size = self._batches // self._per_step, len(loader)
             number, iteration = divmod(there, self._whole(size) // self._per_step)
