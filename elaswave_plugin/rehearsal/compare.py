@@ -124,6 +124,10 @@ class RunRecords:
             kept.append(one)
         return RunRecords(records=tuple(kept))
 
+    def of_launch(self) -> "RunRecords":
+        """Return those of workers that did not come later."""
+        return RunRecords(records=tuple(one for one in self.records if not one["incarnation"]))
+
     def first_times(self, *, came: bool) -> "RunRecords":
         """Return what each worker had when it first came to a step.
 
@@ -236,6 +240,25 @@ class Reference:
                 first.setdefault(one.name.partition("[")[0], one)
         return list(first.values())
 
+    def of_survivors(self, run: RunRecords) -> list[Difference]:
+        """List counts of the script that a worker which stayed has otherwise, each once.
+
+        Whole numbers that change from step to step in the undisturbed run, on all workers alike: a
+        step that is made again may have counted twice, also where the changes are planned.
+        """
+        values: dict[Named, set[Any]] = defaultdict(set)
+        for (_, what), value in self._notes.items():
+            values[what].add(value)
+        notes = (
+            one
+            for one in run.of_launch().notes()
+            if len(values[one[1]]) > 1 and _is_count(one[3]) and all(map(_is_count, values[one[1]]))
+        )
+        first: dict[str, Difference] = {}
+        for one in _differing(self._notes, notes):
+            first.setdefault(one.name.partition("[")[0], one)
+        return list(first.values())
+
     def restricted(self, twin: RunRecords) -> "Reference":
         """The values of the twin, for all that is alike on all workers in the undisturbed run."""
         # Results of evaluations are sums in another order where they meet a loss: `far_results`.
@@ -288,6 +311,10 @@ def _differing(
         )
         for key in ordered
     ]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, str) and value.isdecimal()
 
 
 def _is_far(value: Any, wanted: Any, bound: float) -> bool:

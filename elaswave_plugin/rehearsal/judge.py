@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from elaswave_plugin.core.step.audit import batch_sizes, counting_views
@@ -14,6 +14,7 @@ from elaswave_plugin.rehearsal.compare import (
     DRAW,
     ENDED,
     KEPT,
+    NORM,
     OPTIMIZER,
     OWN,
     SAMPLE,
@@ -26,7 +27,14 @@ from elaswave_plugin.rehearsal.compare import (
     step_differences,
 )
 from elaswave_plugin.rehearsal.launch import Ended
-from elaswave_plugin.rehearsal.lines import lines_for
+from elaswave_plugin.rehearsal.lines import (
+    Find,
+    changing_lines,
+    drawing_lines,
+    gradient_lines,
+    lines_for,
+    unordered_lines,
+)
 from elaswave_plugin.rehearsal.order import RunOrder
 from elaswave_plugin.rehearsal.schedule import DisturbedRun, Facts
 from elaswave_plugin.tracking.state_dump import (
@@ -43,6 +51,8 @@ _MOST_NOTES = 8
 _OF_ORDER, _MOST_DRAWN = 1e-5, 10
 # Kinds whose names are those of a script's own variables and settings.
 _SET_BY_SCRIPTS = (OWN, SETTING, KEPT)
+# What else a script may have done to make a difference of a kind.
+_BY_KIND: tuple[tuple[str, Find], ...] = ((NORM, gradient_lines), (SAMPLE, unordered_lines))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +137,7 @@ class Judged:
     first: Difference | None
     count: int
     of_newcomers: tuple[Difference, ...] = ()
+    of_survivors: tuple[Difference, ...] = ()
     largest_loss_difference: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -145,6 +156,7 @@ class Judged:
             "first_difference": None if self.first is None else self.first.to_json(),
             "first_difference_said": None if self.first is None else str(self.first),
             "numbers_of_newcomers": [one.to_json() for one in self.of_newcomers],
+            "numbers_of_survivors": [one.to_json() for one in self.of_survivors],
             "largest_loss_difference": self.largest_loss_difference,
         }
 
@@ -179,6 +191,7 @@ def judge(
         notes = reference.notes(records)
         first = _explained(first, [*found[1:], *notes], records.files)
     newcomers = undisturbed.reference.of_newcomers(left.records)
+    survivors = undisturbed.reference.of_survivors(left.final_records)
     return Judged(
         run=run,
         ended=ended,
@@ -187,6 +200,7 @@ def judge(
         first=first,
         count=len(found),
         of_newcomers=tuple(_placed(one, records.files) for one in newcomers),
+        of_survivors=tuple(_placed(one, records.files) for one in survivors),
         largest_loss_difference=_largest(left, undisturbed.left),
     )
 
@@ -235,14 +249,22 @@ def _explained(first: Difference, others: Sequence[Difference], files: Iterable[
     until = first.moment.step + 1
     also = [one for one in others if one.moment.step <= until and one.name != first.name]
     names = [one.name for one in (first, *also) if one.kind in _SET_BY_SCRIPTS]
-    where = [] if first.kind == ENDED else lines_for(files, names=names, drawn_by=_drawn(first))
+    drawn = _drawn(first)
+    finds: list[Find] = [find for kind, find in _BY_KIND if kind == first.kind]
+    if drawn is not None:
+        finds.append(partial(drawing_lines, generator=drawn))
+    else:
+        finds += [partial(changing_lines, name=name) for name in names]
+    where = [] if first.kind == ENDED else lines_for(files, finds)
     said = {_group(one): str(one) for one in reversed(also)}
     return replace(first, where=tuple(where), also=tuple(reversed(said.values()))[:_MOST_NOTES])
 
 
 def _placed(number: Difference, files: Iterable[str]) -> Difference:
     """Add the lines of the script that may set a number."""
-    return replace(number, where=tuple(lines_for(files, names=[number.name], drawn_by=None)))
+    return replace(
+        number, where=tuple(lines_for(files, [partial(changing_lines, name=number.name)]))
+    )
 
 
 def _group(one: Difference) -> str:

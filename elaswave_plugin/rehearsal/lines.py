@@ -14,11 +14,15 @@
 [7]
 >>> [line for line, _ in drawing_lines(source, "torch")]
 [5]
+>>> [line for line, _ in gradient_lines("all_reduce(p.main_grad)")]
+[1]
+>>> [line for line, _ in unordered_lines("order = list({name for name in names})")]
+[1]
 """
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -78,22 +82,24 @@ _DRAWS = (
         ),
     ),
 )
+# What makes a gradient or an order other than it was, where no variable of the script's differs.
+_GRADIENTS = ("grad", "main_grad", "grad_data")
+_UNORDERED = ("set", "frozenset", "hash")
 _MOST = 4
 Line = tuple[int, str]
 
 
-def lines_for(files: Iterable[str], *, names: Sequence[str], drawn_by: str | None) -> list[str]:
-    """``FILE:LINE: text`` of what may have changed the first of these names that any line changes.
+Find = Callable[[str], Iterator[Line]]
 
-    ``drawn_by``: the generator that a draw came from, instead.
-    """
+
+def lines_for(files: Iterable[str], finds: Iterable[Find]) -> list[str]:
+    """``FILE:LINE: text`` of what the first of ``finds`` that finds any line finds in a source."""
     sources = {file: text for file in files if (text := _source(file)) is not None}
-    for name in names if drawn_by is None else [drawn_by]:
-        find = changing_lines if drawn_by is None else drawing_lines
+    for find in finds:
         found = [
             f"{Path(file).name}:{number}: {text}"
             for file, source in sources.items()
-            for number, text in find(source, name)
+            for number, text in find(source)
         ]
         if found:
             return found[:_MOST]
@@ -114,6 +120,25 @@ def changing_lines(source: str, name: str) -> Iterator[Line]:
             yield from ((number, text) for number, text, often in found if often)
             return
     yield from later
+
+
+def gradient_lines(source: str) -> Iterator[Line]:
+    """Statements that take a gradient by its name."""
+    for node in _statements(source):
+        own = _own_nodes(node)
+        if any(isinstance(inner, ast.Attribute) and inner.attr in _GRADIENTS for inner in own):
+            yield _line(source, node)
+
+
+def unordered_lines(source: str) -> Iterator[Line]:
+    """Statements with a set, or a hash of a text: their order is each interpreter's own."""
+    for node in _statements(source):
+        for inner in _own_nodes(node):
+            called = inner.func if isinstance(inner, ast.Call) else None
+            is_named = isinstance(called, ast.Name) and called.id in _UNORDERED
+            if is_named or isinstance(inner, ast.Set | ast.SetComp):
+                yield _line(source, node)
+                break
 
 
 def drawing_lines(source: str, generator: str) -> Iterator[Line]:

@@ -107,10 +107,10 @@ def rehearse(options: RehearsalOptions, console: Console) -> int:
 
 
 def _rehearsed(options: RehearsalOptions, folder: Path, console: Console) -> Verdict:
-    with warmed(options.command, folder) as socket, RehearsalScreen(console) as screen:
+    with RehearsalScreen(console) as screen:
 
         def run(
-            name: str, title: str, settings: dict[str, Any], **more: bool
+            name: str, title: str, settings: dict[str, Any], socket: Path | None, **more: bool
         ) -> tuple[RunOrder, Ended]:
             order = RunOrder(
                 folder=folder,
@@ -124,24 +124,26 @@ def _rehearsed(options: RehearsalOptions, folder: Path, console: Console) -> Ver
             take_away(order)
             return order, ended
 
-        order, ended = run("undisturbed", "undisturbed", {})
+        with warmed(options.command, folder) as socket:
+            order, ended = run("undisturbed", "undisturbed", {}, socket)
         _check_refused(order)
         undisturbed = Undisturbed.read(order, ended, steps=options.steps)
         own = undisturbed.reference.own
         verdict = Verdict(options=options, facts=undisturbed.facts, not_compared=own)
-        for one in _chosen(options, undisturbed.facts):
-            order, ended = run(one.name, one.title, _settings(one), rotates=one.rotates)
-            _check_refused(order)
-            twin = None
-            if one.kills and not undisturbed.facts.exact and not ended.exit_code:
-                changes = twin_changes(order)
-                title = f"{one.title}, as planned"
-                settings = {**_settings(one), "kill": [], "change": changes}
-                twin = run(f"{one.name}-planned", title, settings)
-            judged = judge(one, order, ended, undisturbed, twin=twin)
-            verdict.runs.append(judged)
-            screen.judged(judged.to_json())
-            shutil.rmtree(order.run_dir)
+        # Another interpreter, as of a worker that comes back on another node: it hashes otherwise.
+        with warmed(options.command, folder) as socket:
+            for one in _chosen(options, undisturbed.facts):
+                order, ended = run(one.name, one.title, _settings(one), socket, rotates=one.rotates)
+                _check_refused(order)
+                twin = None
+                if one.kills and not undisturbed.facts.exact and not ended.exit_code:
+                    title = f"{one.title}, as planned"
+                    settings = {**_settings(one), "kill": [], "change": twin_changes(order)}
+                    twin = run(f"{one.name}-planned", title, settings, socket)
+                judged = judge(one, order, ended, undisturbed, twin=twin)
+                verdict.runs.append(judged)
+                screen.judged(judged.to_json())
+                shutil.rmtree(order.run_dir)
         return verdict
 
 

@@ -90,7 +90,8 @@ def show(console: Console, verdict: Mapping[str, Any]) -> None:
         names = _named(verdict["changed_files"])
         said = "new or changed in the working directory, by the script or by another program"
         console.print(f"{said}: {names}", markup=False, highlight=False)
-    if any(run["numbers_of_newcomers"] for run in verdict["runs"]):
+    numbers = ("numbers_of_newcomers", "numbers_of_survivors")
+    if any(run[kind] for run in verdict["runs"] for kind in numbers):
         console.print(
             "    such a number is no difference: give its object to elaswave_plugin.keep if the"
             " script decides or computes by it"
@@ -117,14 +118,15 @@ def _show_difference(console: Console, run: Mapping[str, Any]) -> None:
 
 
 def _show_numbers(console: Console, run: Mapping[str, Any]) -> None:
-    """The numbers that a worker which came back has otherwise, one a line; equal or not."""
-    for one in run["numbers_of_newcomers"]:
+    """The numbers that a worker has otherwise after a loss, one a line; equal or not."""
+    newcomers = [(one, "came back") for one in run["numbers_of_newcomers"]]
+    for one, what in [*newcomers, *((one, "stayed") for one in run["numbers_of_survivors"])]:
         here, there = one["numbers"]
         who = ", ".join(map(str, one["workers"]))
         line = f" ({one['where'][0]})" if one["where"] else ""
         console.print(
             f"{run['title']}: {one['name']} is {here} before step {one['step']} on worker {who}, "
-            f"which came back, and {there} without a loss{line}",
+            f"which {what}, and {there} without a loss{line}",
             markup=False,
             highlight=False,
         )

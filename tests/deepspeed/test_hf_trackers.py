@@ -10,9 +10,11 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 pytest.importorskip("wandb")
 
+from transformers import TrainerCallback
 from transformers.integrations import WandbCallback
 
 from elaswave_plugin.adapters.deepspeed.accelerate.lost_trackers import LostTrackers
+from elaswave_plugin.adapters.deepspeed.hf_trainer import trackers
 from elaswave_plugin.adapters.deepspeed.hf_trainer.trackers import Trackers
 from elaswave_plugin.config import STEP_PHASES
 from elaswave_plugin.errors import ConfigurationError
@@ -145,6 +147,31 @@ def test_a_tracker_that_fails_on_the_next_main_process_is_silent(run: Launch) ->
     check_tensorboard(killed)
     said = "Flawed of the Trainer is silent from here on (RuntimeError: no place left)"
     assert killed.output.count(said) == 1
+
+
+@pytest.mark.slow
+@proves(Kind.KILL, Promise.GOES_ON, victim="0", moment="2:backward")
+def test_a_run_of_a_callback_of_its_own_is_silent_on_the_next_main_process(run: Launch) -> None:
+    killed = run(spec_of("0@2:backward", options=("--own-run",)))
+    check_survived(killed)
+    for event, error in (("on_log", "AttributeError: "), ("on_step_end", "Error: You must call")):
+        said = f"{event} of OwnRun is silent from here on: it is the script's own ({error}"
+        assert killed.output.count(said) == 1, killed.output[-4000:]
+
+
+@pytest.mark.parametrize("error", [ValueError("the loss is nan"), AttributeError("run")])
+def test_what_a_callback_raises_on_purpose_ends_the_job(error: Exception) -> None:
+    def stop(*args: object) -> None:
+        raise error
+
+    callback: Any = TrainerCallback()
+    callback.on_log = stop
+    trackers._forgive(callback)
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="the loss is nan"):
+            callback.on_log()
+    else:
+        assert callback.on_log() is callback.on_log() is None
 
 
 def test_wandb_of_the_trainer_beside_that_of_the_section_is_refused() -> None:

@@ -155,6 +155,24 @@ def test_numbers_of_who_came_back_are_named_once() -> None:
     assert Reference(undisturbed).differences(run(*stayed, *came)) == []
 
 
+def test_counts_of_who_stayed_are_named_once_and_widths_are_not() -> None:
+    values = [("3", "2", "0.5"), ("4", "2", "0.4")]
+    undisturbed = run(
+        *(
+            state(slot, at, values={"calls[0]": calls, "world": world, "loss": loss})
+            for slot in (0, 1)
+            for at, (calls, world, loss) in enumerate(values, start=3)
+        )
+    )
+    stayed = [
+        state(1, at, values={"calls[0]": calls, "world": "1", "loss": "0.3"})
+        for at, calls in ((3, "3"), (3, "4"), (4, "5"))
+    ]
+    came = state(0, 3, values={"calls[0]": "0"}) | {"incarnation": 1}
+    (one,) = Reference(undisturbed).of_survivors(run(*stayed, came))
+    assert (one.name, one.numbers, one.slots) == ("calls[0]", ("4", "3"), (1,))
+
+
 def test_where_nobody_has_stayed_whole_numbers_are_compared_with_the_undisturbed_run() -> None:
     undisturbed = run(*(state(slot, 3, values={"n": "4", "loss": "0.5"}) for slot in (0, 1)))
     came = [

@@ -86,6 +86,29 @@ class Flawed(TensorBoardCallback):
             raise RuntimeError("no place left")
 
 
+class OwnRun(TrainerCallback):
+    """A callback of a script's own, with a W&B run of its own on the main process."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Open it."""
+        if state.is_world_process_zero:
+            import wandb
+
+            self.run = wandb.init(project="own", mode="offline", dir=args.output_dir)
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Log by the run that is open here."""
+        if state.is_world_process_zero:
+            self.run.log({"step": state.global_step})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Log by the run of this process."""
+        if state.is_world_process_zero:
+            import wandb
+
+            wandb.log({"step": state.global_step})
+
+
 class Death(TrainerCallback):
     """Ends its process in an event of a step, behind all other callbacks."""
 
@@ -133,6 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report-to", type=lambda names: names.split(","), default=[])
     parser.add_argument("--unflushed", action="store_true", help="W&B writes at its end only")
     parser.add_argument("--flawed", action="store_true", help="a tracker that opens on slot 0")
+    parser.add_argument("--own-run", action="store_true", help="W&B by a callback of its own")
     parser.add_argument("--aim", action="store_true", help="its own callback")
     parser.add_argument("--jit", action="store_true", help="a checkpoint at SIGTERM")
     parser.add_argument("--die", help="on slot 0, as in on_step_end@2")
@@ -349,6 +373,8 @@ def main() -> None:
         compute_loss_func=cross_entropy_of if args.loss == "function" else None,
         callbacks=[Tape(place / f"tape-{os.getpid()}.json"), *([Shrink()] if args.shrink else [])],
     )
+    if args.own_run:
+        trainer.add_callback(OwnRun())
     if args.flawed:
         trainer.add_callback(Flawed())
     if args.aim:

@@ -124,6 +124,8 @@ class Trackers:
                 self._guarded(callback, _cannot_go_on)
             elif module.startswith("transformers."):
                 self._set_up(callback)
+            else:
+                _forgive(callback)
 
     def _go_on(self, kind: TrackerKind, told: dict[str, Any], callback: Any) -> None:
         """Open the run of a tracker here, behind the lines that it has."""
@@ -143,7 +145,7 @@ class Trackers:
         self._next[name] = handed
         if run is not None:
             kind.opened(callback, run, handed - self._first)
-        for event in [one for one in dir(TrainerCallback) if one.startswith("on_")]:
+        for event in _events():
             native = getattr(type(callback), event).__get__(callback)
             call = partial(self._log, name, native) if event == "on_log" else native
             setattr(callback, event, partial(self._guarded, callback, call))
@@ -201,6 +203,28 @@ class Trackers:
             run = self._runs.get(_name(callback))
             for text in () if run is None else kind.whereabouts(run):
                 say(text)
+
+
+def _events() -> list[str]:
+    return [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+
+def _forgive(callback: Any) -> None:
+    """Have a callback of the script's own say where it lacks what it opened in ``on_train_begin``.
+
+    It opened that on the first main process alone. The event that fails is called no more.
+    """
+    for event in _events():
+        what = f"{event} of {_name(callback)} is silent from here on: it is the script's own"
+        drop = partial(setattr, callback, event, lambda *args, **given: None)
+        call = partial(only_said, getattr(callback, event), what=what, otherwise=drop)
+        setattr(callback, event, partial(call, ends=_is_raised_on_purpose))
+
+
+def _is_raised_on_purpose(error: Exception) -> bool:
+    """Return whether it is none of those that a missing object makes, or a tracker's library."""
+    is_of_a_library = type(error).__module__.partition(".")[0] not in ("builtins", "__main__")
+    return not (is_of_a_library or isinstance(error, AttributeError | NameError | TypeError))
 
 
 def _cannot_go_on() -> NoReturn:
