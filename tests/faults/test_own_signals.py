@@ -85,6 +85,7 @@ def test_a_flag_of_the_scripts_own_is_set_at_one_step(
     assert run.output.count("the script's own handler of SIGTERM, on_sigterm (") == 1
 
 
+@proves(Kind.ALL_LEAVE, Promise.ENDS_WELL)
 def test_one_that_ends_the_script_ends_all_at_one_step(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_one_that_ends_nothing_is_ended_when_its_time_is_over(
     assert {one["status"] for one in run.events("worker_exited")} == {"killed by SIGKILL"}
 
 
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
 def test_the_jobs_last_checkpoint_takes_its_place(
     zygote: Zygote, data: Path, tmp_path: Path
 ) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from elaswave_plugin.communicator.groups.c10d_tables import BACKEND
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.trainer.fatal import explain_errors
+from elaswave_plugin.words import NAME
 
 _NEED_A_WORLD = ("parallel_state.py", "distributed_c10d.py")
 INIT = "torch.distributed.init_process_group(**job.process_group())"
@@ -30,7 +30,7 @@ def check_no_world() -> None:
         joined = ", by which a script without a line of ours joins the job"
         raise ConfigurationError(
             f"torch.distributed is initialized already, on {dist.get_backend()!r}"
-            f"{joined if dist.get_backend() == BACKEND else ''}: delete that line, and write {INIT}"
+            f"{joined if dist.get_backend() == NAME else ''}: delete that line, and write {INIT}"
             " behind attach"
         )
 
