@@ -26,9 +26,10 @@ from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, check_iterator
-from elaswave_plugin.adapters.megatron.step.reported_losses import reported
+from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
@@ -253,10 +254,13 @@ class OwnLoop(ElasticJob):
 
     def _own_reports(self, numbers: Sequence[int], reports: list[Any], count: int) -> list[Any]:
         """Those of this worker's micro-batches at the launch, which others may have run."""
-        if self._microbatches.flow.is_healthy:
+        flow = self._microbatches.flow
+        if flow.is_healthy:
             return reports
-        everyone = gathered([*zip(numbers, reports, strict=True)])
-        told = {number: one for mine in everyone for number, one in mine}
+        told = dict(zip(numbers, reports, strict=True))
+        if isinstance(flow, PipelineFlow):
+            # With data parallelism alone a worker runs its own as well as others.
+            told = {number: one for mine in gathered([*told.items()]) for number, one in mine}
         own = replica_microbatches(
             self.replica, num_replicas=self._width, num_microbatches=count * self._width
         )
@@ -284,7 +288,7 @@ class OwnLoop(ElasticJob):
             norm = results[-1][1]
             self._agree_on_buffers()
             pace = self._worker.stopwatch.times.told_pace()
-            losses = [reported(one) for one in self._reports]
+            losses = [first_loss(one) for one in self._reports]
             loss, tokens, norm = self._agree(losses, float(norm or 0.0), pace=pace)
             lr = self._framework.learning_rate()
             return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
@@ -303,6 +307,7 @@ class OwnLoop(ElasticJob):
         if known is None:
             known = ReplicaStream(
                 iterator,
+                number=self._positions.made,
                 replica=self.replica,
                 num_replicas=self._width,
                 seed=self._seed,

@@ -17,7 +17,8 @@ _OPTIMIZER = "OptimizerConfig(optimizer='adam', lr=1e-3, use_distributed_optimiz
 _PRINTS = "print(f'Iteration {iteration}: loss {report.loss!r}', flush=True)"
 # (the first words of a line, what stands there in its place): "<" one level further out, a newline
 # one line more.
-EDITS = (
+Edits = tuple[tuple[str, str], ...]
+EDITS: Edits = (
     (
         "from torch.optim",
         "from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer",
@@ -40,22 +41,30 @@ EDITS = (
     ("optim.step()", "return losses_reduced, optim.step()[1]"),
     ('print(f"Iteration', f"<for iteration, report in job.train(train_step): {_PRINTS}"),
 )
+# Its loop as it is: the three that give it the distributed optimizer.
+OPTIMIZER_EDITS = tuple(
+    edit
+    for edit in EDITS
+    if edit[0] in ("from torch.optim", "use_distributed_optimizer=", "optim: Adam")
+)
 # On a machine without a GPU, and with the wheel's C++ helpers, which are built.
 MACHINE = (
     ("from megatron.core.datasets.utils", "compile_helpers = lambda: None"),
     ("device: torch.device = torch.device(", "device = torch.device('cpu')"),
+    ("torch.cuda.set_device(", "pass"),
 )
 
 
-def protected(checkout: Path) -> str:
-    """The script with all edits; raises ValueError where a line is not there once."""
-    return _edited((checkout / SOURCE).read_text(), EDITS)
+def protected(checkout: Path, edits: Edits = EDITS) -> str:
+    """The script with these edits; raises ValueError where a line is not there once."""
+    return _edited((checkout / SOURCE).read_text(), edits)
 
 
-def changed_lines(checkout: Path) -> int:
+def changed_lines(checkout: Path, edits: Edits = EDITS) -> int:
     """Count the lines that the protected script has and the original has not."""
     before = (checkout / SOURCE).read_text().splitlines()
-    matches = difflib.SequenceMatcher(None, before, protected(checkout).splitlines(), False)
+    after = protected(checkout, edits).splitlines()
+    matches = difflib.SequenceMatcher(None, before, after, False)
     spans = [(j - i, n - m) for tag, i, j, m, n in matches.get_opcodes() if tag != "equal"]
     return sum(max(span) for span in spans)
 
@@ -65,7 +74,7 @@ def on_this_machine(text: str) -> str:
     return _edited(text, MACHINE)
 
 
-def _edited(text: str, edits: tuple[tuple[str, str], ...]) -> str:
+def _edited(text: str, edits: Edits) -> str:
     lines = text.splitlines()
     for words, new in edits:
         found = [n for n, line in enumerate(lines) if line.lstrip().startswith(words)]

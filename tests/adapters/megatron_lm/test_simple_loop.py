@@ -12,7 +12,7 @@ from tests.faults.harness import JobSpec, Outcome, Zygote, check_equal, launch
 from tests.proofs import Kind, Promise, proves
 
 pytestmark = needs_repository
-CHANGED_LINES = 12
+CHANGED_LINES, OWN_CHANGED_LINES = 12, 3
 PAGE = Path(__file__).parents[3] / "docs" / "megatron_core.md"
 
 
@@ -31,7 +31,10 @@ class SimpleSpec(JobSpec):
 
 def test_so_many_lines_change() -> None:
     assert simple_loop.changed_lines(Path(REPOSITORY)) == CHANGED_LINES
-    assert f"{CHANGED_LINES} changed lines" in PAGE.read_text()
+    own = simple_loop.changed_lines(Path(REPOSITORY), simple_loop.OPTIMIZER_EDITS)
+    assert own == OWN_CHANGED_LINES
+    said = f"{OWN_CHANGED_LINES} changed lines, or with {CHANGED_LINES} for the verbs"
+    assert said in PAGE.read_text()
 
 
 @proves(Kind.KILL, Promise.EQUAL)
@@ -45,6 +48,20 @@ def test_it_loses_a_worker_and_is_equal(
     assert printed(killed) == printed(simple_reference)
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:backward")
+def test_its_own_loop_loses_a_worker_and_is_equal(zygote: Zygote, tmp_path: Path) -> None:
+    """With the distributed optimizer, and no other line."""
+    runs = []
+    for kills in ((), ("1@3:backward",)):
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        spec = SimpleSpec(kills=kills)
+        runs.append(launched(spec, zygote, folder, edits=simple_loop.OPTIMIZER_EDITS))
+    undisturbed, killed = runs
+    check_equal(killed, undisturbed)
+    assert killed.output.count("Successfully loaded the model") == 3
+
+
 def printed(run: Outcome) -> set[str]:
     """The losses, as all workers print them; two may print before either ends its line."""
     found = set(re.findall(r"Iteration \d+: loss \d+\.\d+", run.output))
@@ -52,9 +69,15 @@ def printed(run: Outcome) -> set[str]:
     return found
 
 
-def launched(spec: SimpleSpec, zygote: Zygote, folder: Path) -> Outcome:
+def launched(
+    spec: SimpleSpec,
+    zygote: Zygote,
+    folder: Path,
+    edits: simple_loop.Edits = simple_loop.EDITS,
+) -> Outcome:
     script = folder / "simple.py"
-    script.write_text(simple_loop.on_this_machine(simple_loop.protected(Path(REPOSITORY))))
+    text = simple_loop.protected(Path(REPOSITORY), edits)
+    script.write_text(simple_loop.on_this_machine(text))
     directory = folder / "run"
     return launch(
         replace(spec, script=str(script)), zygote=zygote, data=folder, directory=directory

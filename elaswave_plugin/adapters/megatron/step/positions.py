@@ -27,7 +27,8 @@ class Positions(Part):
     def __init__(self) -> None:
         # In the order in which the script makes them, which drops some.
         self._iterators = WeakValueDictionary[int, HasPosition]()
-        self._made = 0
+        self.made = 0
+        """So many were made."""
         self._first = 0
         self.end = 0
         """Where an iterator ends of which each step reads one batch."""
@@ -48,8 +49,8 @@ class Positions(Part):
 
     def follow(self, iterator: HasPosition) -> None:
         """One more, from where it is on."""
-        self._iterators[self._made] = iterator
-        self._made += 1
+        self._iterators[self.made] = iterator
+        self.made += 1
 
     def take(self, data_iterator: Any) -> dict[int, int]:
         """The global batch that a call reads, by id of the iterator; they go on.

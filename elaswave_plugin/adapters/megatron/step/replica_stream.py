@@ -6,11 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
+from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
 
 # Index lists that are kept of each replica's order.
@@ -18,8 +25,8 @@ _REMEMBERED = 1024
 # What samplers call the replica that they draw for: torch's, and Megatron-LM's.
 _REPLICA = ("rank", "data_parallel_rank")
 _ADVICE = (
-    "give forward_backward iter(loader) of a torch DataLoader whose sampler is a DistributedSampler"
-    " (shuffled or not), one with the attribute data_parallel_rank, or in order (shuffle=False)"
+    "give forward_backward iter(loader) of a torch DataLoader with shuffle=True or False, a"
+    " DistributedSampler, or a sampler with the attribute data_parallel_rank"
 )
 
 
@@ -35,8 +42,12 @@ def check_iterator(iterator: Any) -> None:
 class ReplicaStream:
     """The items of an iterator, and of those that the other replicas were given."""
 
-    def __init__(self, iterator: Any, *, replica: int, num_replicas: int, seed: int) -> None:
-        """``iterator``: as checked, of this worker's replica; ``seed``: of what the dataset draws.
+    def __init__(
+        self, iterator: Any, *, number: int, replica: int, num_replicas: int, seed: int
+    ) -> None:
+        """``iterator``: as checked, of this worker's replica, the script's ``number``-th.
+
+        ``seed``: of what the dataset draws, and of a shuffled order that names none.
 
         Raises ConfigurationError where the batches of other replicas cannot be read.
         """
@@ -44,8 +55,18 @@ class ReplicaStream:
         self._iterator, self._yielded = ref(iterator), iterator._num_yielded
         self.position = self._yielded
         """The batch of each replica that comes next."""
-        sampler = iterator._index_sampler
-        self._orders = [_Order(_of(sampler, replica, r, num_replicas)) for r in range(num_replicas)]
+        self._orders = [
+            _Order(
+                _of(
+                    iterator._index_sampler,
+                    mine=replica,
+                    replica=one,
+                    num_replicas=num_replicas,
+                    key=draw_key(seed, number, one),
+                )
+            )
+            for one in range(num_replicas)
+        ]
         self._collate: Any = iterator._collate_fn
         self._draws = SampleDraws(iterator._dataset, seed)
         # The batch that comes next: the call's first, the replica, and its number in the call.
@@ -127,13 +148,28 @@ class _Order:
         return self._known[number]
 
 
-def _of(batches: Any, mine: int, replica: int, num_replicas: int) -> Any:
+class _Shuffled:
+    """The order of a RandomSampler, which has none that another worker would know, by a key."""
+
+    def __init__(self, size: int, key: int) -> None:
+        self._size, self._key = size, key
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._key)
+        yield from torch.randperm(self._size, generator=generator).tolist()
+
+
+def _of(batches: Any, *, mine: int, replica: int, num_replicas: int, key: int) -> Any:
     """The batch sampler of a replica; raises ConfigurationError for one that only it could have."""
     own = type(batches) is BatchSampler
     sampler: Any = batches.sampler if own else batches
     name = next((one for one in _REPLICA if hasattr(sampler, one)), None)
     if name is None and type(sampler) is SequentialSampler:
         return batches
+    is_random = type(sampler) is RandomSampler and sampler.generator is None
+    if is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        order: Any = _Shuffled(sampler.num_samples, key)
+        return BatchSampler(order, batches.batch_size, batches.drop_last)
     if name is None or getattr(sampler, name) != mine:
         seen = "" if name is None else f" whose {name} is {getattr(sampler, name)}, not {mine}"
         raise ConfigurationError(

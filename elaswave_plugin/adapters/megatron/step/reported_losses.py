@@ -1,5 +1,6 @@
 """The losses that a script reports, in the forms that Megatron-Core's own loops take."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -114,6 +115,16 @@ def reported(value: Any) -> Reported:
     if len(numbers) == 1:
         return Reported(total=numbers[0], weight=1.0, tokens=0.0)
     return Reported(total=numbers[0], weight=numbers[1], tokens=numbers[1])
+
+
+def first_loss(value: Any) -> Reported:
+    """Like ``reported``, of the first of several losses; not a number for what has another form."""
+    if isinstance(value, Mapping):
+        value = next(iter(value.values()), None)
+    numbers = _numbers(value)
+    if numbers is None or len(numbers) not in (1, 2):
+        return Reported(total=math.nan, weight=1.0, tokens=0.0)
+    return reported(value)
 
 
 def check_result(result: Any, *known: Sequence[Any]) -> tuple[list[Reported], float]:
