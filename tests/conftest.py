@@ -18,7 +18,7 @@ from tests import sample
 from tests.convoys import convoy as convoy
 from tests.convoys import played as played
 from tests.durations import RECORD, Durations
-from tests.idle import Deadline
+from tests.idle import Deadline, completed
 from tests.results import Results
 from tests.session import data as data
 from tests.session import once as once
@@ -99,7 +99,7 @@ def doctor() -> "subprocess.CompletedProcess[str]":
     """Run `elaswave doctor --json`, in a process of its own since it imports everything."""
     command = [sys.executable, "-m", "elaswave_plugin.cli.main", "doctor", "--json"]
     environ = {key: value for key, value in os.environ.items() if key != "MEGATRON_LM_PATH"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
+    return completed(command, 100, env=environ)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:

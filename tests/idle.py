@@ -2,9 +2,11 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen, TimeoutExpired
+from typing import Any
 
 # For how long something has waited for a processor, all in all, since the machine has booted.
 PRESSURE = Path("/proc/pressure/cpu")
@@ -65,3 +67,17 @@ class Deadline:
         elapsed_s = self._now_s() - self._began_s
         idle_s = elapsed_s - (self._busy_s() - self._waited_s)
         return max(0.0, min(self._limit_s - idle_s, MOST * self._limit_s - elapsed_s))
+
+
+def completed(command: Sequence[str], limit_s: float, **more: Any) -> CompletedProcess[str]:
+    """Run a command to its end; raises TimeoutExpired where it takes longer, as a hard limit."""
+    deadline = Deadline(limit_s)
+    with Popen(command, stdout=PIPE, stderr=PIPE, text=True, **more) as process:
+        while True:
+            try:
+                output, errors = process.communicate(timeout=max(0.1, deadline.left_s()))
+                return CompletedProcess(command, process.returncode, output, errors)
+            except TimeoutExpired:
+                if not deadline.left_s():
+                    process.kill()
+                    raise

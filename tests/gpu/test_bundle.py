@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from benchmarks.gpu import bundle
 from benchmarks.gpu.runner import ROOT
+from tests.idle import completed
 
 
 def names(requirements: object) -> set[str]:
@@ -32,7 +33,7 @@ def test_all_that_the_package_asks_for_is_in_it_but_torch() -> None:
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     command = [sys.executable, "-m", "benchmarks.gpu.bundle", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = completed(command, 100, cwd=ROOT)
     assert done.returncode == 2
     assert "which is not empty; name a new folder" in done.stderr
     assert [one.name for one in tmp_path.iterdir()] == ["precious"]
@@ -57,5 +58,5 @@ def test_the_torch_of_a_virtual_environment_is_seen(tmp_path: Path) -> None:
     script = tmp_path / "install.sh"
     script.write_text(f'{before}\n"$here/venv/bin/python" -c "import torch; print(torch.__file__)"')
     command = ["sh", str(script), str(tmp_path / "other" / "bin" / "python")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = completed(command, 100)
     assert (done.returncode, done.stdout) == (0, f"{torch}\n"), done.stderr

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.items import items
 from benchmarks.gpu.runner import ROOT
 from tests.gpu.kit_items import PIDS
+from tests.idle import completed
 
 LIST = ("--items", "tests.gpu.kit_items:items")
 TOTAL_S = 25 * 60
@@ -22,7 +23,7 @@ TOTAL_S = 25 * 60
 def kit(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(folder), *options]
     env = {**os.environ, PIDS: str(folder.parent / "pids"), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    return completed(command, 100, cwd=ROOT, env=env)
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A bound on time fails on an idle machine, and is a warning on a busy one."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -48,3 +50,10 @@ def test_what_hangs_on_this_machine_is_ended() -> None:
     while deadline.left_s():
         assert time.monotonic() - clock.began_s < idle.MOST
     assert time.monotonic() - clock.began_s >= 0.2
+
+
+def test_a_command_that_hangs_is_ended() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        idle.completed([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    done = idle.completed([sys.executable, "-c", "print(1); import sys; sys.exit(3)"], 20)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")

@@ -5,19 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.idle import completed
 from tests.tidy import demo_picture
 from tests.tidy.documents import ROOT
 
 
 def build(configuration: Path, site: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file"]
-    return subprocess.run(
-        [*command, str(configuration), "--site-dir", str(site)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    words = [*command, str(configuration), "--site-dir", str(site)]
+    return completed(words, 100, cwd=ROOT)
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
