@@ -165,7 +165,12 @@ class CallLog:
                 self.worker.relief.step(self._attempt_step)
             self.worker.relief.step(partial(self._make_parts, self._passed))
 
-        self._guard(once)
+        try:
+            self._guard(once)
+        except BaseException:
+            # The script may go on behind an error of its own, as at the end of its data.
+            self._parts[self._passed].remove(part)
+            raise
         result: Result = part.result
         return result
 

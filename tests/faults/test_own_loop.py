@@ -13,7 +13,6 @@ from tests.faults import own_loop
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
 from tests.faults.own_scripts import Change
-from tests.faults.test_join import entered
 from tests.proofs import Kind, Promise, proves
 
 SEED = "--elaswave-seed=1234"
@@ -30,6 +29,40 @@ def spec_of(slot: int, phase: str) -> JobSpec:
 PP2 = ("--pipeline-model-parallel-size=2",)
 TP2 = ("--tensor-model-parallel-size=2", "--sequence-parallel")
 FORMS = (PP2, TP2)
+_PASSES = "        losses = forward_backward(data_iterator=per_chunk(train_batches)"
+_UPDATE = "        _, grad_norm, _ = optimizer.step()\n"
+_TRAINS = "        losses, grad_norm = train_step()\n"
+LINES: dict[str, tuple[tuple[Change, ...], str]] = {
+    "another iterator for each two steps": (
+        (
+            (
+                _TRAINS,
+                "        if iteration % 2 == 0:\n            train_batches = iter(loader(train))\n"
+                + _TRAINS,
+            ),
+        ),
+        "1@2:snapshot",
+    ),
+    "autocast": (
+        (
+            (
+                _PASSES,
+                "        with torch.autocast('cpu', torch.bfloat16):\n    " + _PASSES,
+            ),
+        ),
+        "1@2:optimizer",
+    ),
+    "a sum of its own before the update": (
+        (
+            (
+                _UPDATE,
+                "        own = torch.tensor(losses)\n        torch.distributed.all_reduce(own)\n"
+                + _UPDATE,
+            ),
+        ),
+        "1@2:reduce",
+    ),
+}
 
 
 def validation_of(run: Outcome) -> list[str]:
@@ -59,15 +92,15 @@ def test_with_stages_and_tensor_parallelism(
     check_equal(run(replace(spec, options=(*spec.options, *sizes))), reference(verbs))
 
 
-@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
-def test_one_that_comes_back_passes_over_what_the_others_have_behind_them(
-    run: Launch, reference: Reference
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
+@pytest.mark.parametrize("line", LINES)
+def test_lines_that_stand_between_the_calls(
+    run: Launch, reference: Reference, tmp_path: Path, line: str
 ) -> None:
-    survived = run(replace(spec_of(1, "backward"), changes=("+1@4",), respawn=1))
-    check_equal(survived, reference(VERBS))
-    assert entered(survived) == [(1, 1)]
-    assert survived.output.count("its script passes over 4 steps") == 1
-    assert len(validation_of(survived)) == 6
+    changes, kill = LINES[line]
+    spec = replace(spec_of(1, "backward"), script=own_loop.write(tmp_path, *changes))
+    survived = run(replace(spec, kills=(kill,)))
+    check_equal(survived, reference(spec.undisturbed()))
 
 
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE, victim="2", moment="4:save")
@@ -86,7 +119,6 @@ def test_its_checkpoints_are_those_without_a_loss(run: Launch, tmp_path: Path) -
         assert differences(first, second) == []
 
 
-_UPDATE = "        _, grad_norm, _ = optimizer.step()\n"
 _FETCH = "    forward_backward = get_forward_backward_func()\n"
 BAD: dict[str, tuple[Change, str]] = {
     "gradients changed by hand": (

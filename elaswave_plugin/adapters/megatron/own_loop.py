@@ -9,22 +9,27 @@ What these calls are given says all that ``ElasticJob`` is told by its verbs: th
 trains binds the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
+import torch
 from megatron.core import parallel_state
+from torch.utils import _pytree
 
 from elaswave_plugin.adapters.megatron.arguments import Sizes
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
+from elaswave_plugin.adapters.megatron.contract import Result
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
+from elaswave_plugin.adapters.megatron.step.entry_proof import digest_of_reports
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
+from elaswave_plugin.adapters.megatron.step.positions import Count
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, check_iterator
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.patching import PatchSet
@@ -35,17 +40,13 @@ from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.loops.call_log import CallLog
-from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.values.gathered import gathered
-from elaswave_plugin.values.plain import encode
 
 # A loop of a script's own does not say how many steps it makes.
 _ENDLESS = 1 << 40
-_TRAINING, _EVALUATION, _UPDATE = "training", "evaluation", "update"
 
 
 class OwnLoop(ElasticJob):
@@ -74,24 +75,22 @@ class OwnLoop(ElasticJob):
             ),
             seed=0,
         )
-        if worker.reserve and sizes.model_parallel != (1, 1):
+        if worker.reserve or worker.detached:
             raise ConfigurationError(
-                f"--reserve is {worker.reserve} and the tensor and pipeline parallel sizes are"
-                f" {sizes.model_parallel}, which a loop without lines of ours tells too late: leave"
-                " --reserve out, or use the lines of docs/megatron_core.md"
+                "a worker joins a job whose script has no line of ours, and would run it from its"
+                " start: leave --reserve and --join out, or use the lines of docs/megatron_core.md"
             )
         super().__init__(config, sizes, patches=patches, saves=saves, worker=worker)
         # Of the launch: its script stays that of this replica, also where others run its passes.
         self.replica = parallel_state.get_data_parallel_rank()
         self._streams = WeakKeyDictionary[Any, ReplicaStream]()
-        # What calls have returned last, for the script of a worker that comes later.
-        self._returned: dict[str, Any] = {}
         self._reports: list[Any] = []
         self._states = StatesToSave()
+        # Samples of all training calls so far, by which the ledger numbers them.
+        self._read = Count()
+        self._positions.follow(self._read)
         # Of gradients and weights, as the last call of the step has left them.
-        self._versions: list[int] = []
-        # The view in which the script zeroes gradients that count.
-        self._zeroed_in = worker.view.epoch
+        self._versions: tuple[int, list[int]] = (0, [])
         self.model = call["model"]
         optimizer = optimizer_of(self.model)
         self.bind(self.model, optimizer, train_iters=_ENDLESS)
@@ -101,18 +100,20 @@ class OwnLoop(ElasticJob):
             for name in ("finish_grad_sync", "scale_gradients"):
                 setattr(chunk, name, self._part_of_step(getattr(chunk, name)))
         saves.between_steps = self._save
-        for one in (*chunks_of(self.model), *(c.module for c in chunks_of(self.model)), optimizer):
+        for one in (*_wrapped(self.model), optimizer):
             one.sharded_state_dict = self._state_to_save(one.sharded_state_dict)
         self._start()
+        if worker.owns_rank_0:
+            say(
+                "lost workers stay away, as their scripts would run from the start; with the lines"
+                " of docs/megatron_core.md they come back"
+            )
         self._body.begin()
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
 
     # Of the numbers that the script makes by itself, for the sentence that names their lines.
     _advice = "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
-
-    def _made_loop(self, steps: GuardedSteps) -> CallLog:
-        return CallLog(steps, knowledge=self, passes=True)
 
     # ---- the calls ------------------------------------------------------------------------------
 
@@ -121,7 +122,18 @@ class OwnLoop(ElasticJob):
         """``forward_backward``: completed through any number of losses."""
         count = given.pop("num_microbatches")
         stream = self._stream_of(given.pop("data_iterator"))
-        work = partial(self._passes, native, stream, count, forward_only=forward_only, **given)
+        passes = partial(
+            self._passes,
+            native,
+            stream,
+            count,
+            forward_only=forward_only,
+            called_in=self._worker.view.epoch,
+            is_fresh=not self._gradients.are_reduced(given["model"]),
+            seen={},
+            **given,
+        )
+        work = _in_its_precision(passes)
         if not forward_only and chunks_of(given["model"]) != chunks_of(self.model):
             raise ConfigurationError(
                 "forward_backward trains a second model, and a loop without a line of ours has one:"
@@ -133,7 +145,7 @@ class OwnLoop(ElasticJob):
             else:
                 returned = self._loop.part(work, keep=self._keep)
                 self._versions = self._present_versions()
-        return self._told(_EVALUATION if forward_only else _TRAINING, returned)
+        return returned
 
     def _save(self, write: Callable[[], None]) -> None:
         """``dist_checkpointing.save``, which starts again after a loss."""
@@ -151,22 +163,10 @@ class OwnLoop(ElasticJob):
         @wraps(native)
         def build(*args: Any, **kwargs: Any) -> Any:
             work = partial(native, *args, **kwargs)
-            if self._loop.is_lagging:
-                return work()
             with self._body.closed():
-                state: dict[str, Any] | None = self._loop.run(work)
-            assert state is not None  # as only a save's can be
-            self._states.add(state, work, self._worker.view.epoch)
-            return state
+                return self._loop.run(lambda: self._states.build(work, self._worker.view.epoch))
 
         return build
-
-    def _told(self, what: str, returned: Any) -> Any:
-        """Remember what a call returns; of one that is passed over, what the others had."""
-        if self._loop.is_lagging:
-            return self._returned.get(what)
-        self._returned[what] = returned
-        return returned
 
     def _keep(self) -> Callable[[], None]:
         """Return what puts back the modes of modules, and the settings of groups."""
@@ -182,10 +182,11 @@ class OwnLoop(ElasticJob):
 
         return put_back
 
-    def _present_versions(self) -> list[int]:
-        """Count how often gradients and weights have been written."""
+    def _present_versions(self) -> tuple[int, list[int]]:
+        """Count how often gradients and weights have been written; the view is in front."""
         buffers = [one for chunk in self._framework.chunks for one in chunk.buffers]
-        return [tensor._version for one in buffers for tensor in (one.grad_data, one.param_data)]
+        counts = [one._version for b in buffers for one in (b.grad_data, b.param_data)]
+        return self._worker.view.epoch, counts
 
     def _part_of_step(self, native: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(native)
@@ -204,6 +205,9 @@ class OwnLoop(ElasticJob):
         count: int,
         *,
         forward_only: bool,
+        called_in: int,
+        is_fresh: bool,
+        seen: dict[int, Any],
         **given: Any,
     ) -> list[Any]:
         """Run what this worker has of a call; returns the reports of its replica of the launch."""
@@ -212,13 +216,13 @@ class OwnLoop(ElasticJob):
         if not forward_only:
             self._own_numbers.begin()
             self._state.enter_passes()
-            if self._worker.view.epoch != self._zeroed_in:
-                self._zeroed_in = self._worker.view.epoch
+            if self._worker.view.epoch != called_in and is_fresh:
+                # The script does not zero them again.
                 self._gradients.begin()
             self._gradients.zero(model)
         else:
             rng.settle(self._seed, rng.WORK, self._loop.works_done)
-        first = stream.take(count)
+        first, read = stream.take(count), self._read.position
         moment = first if forward_only else step
 
         def begin(batches: Any, chunk: Any, samples: Samples) -> None:
@@ -226,9 +230,8 @@ class OwnLoop(ElasticJob):
             number, replica = divmod(samples.start // size, width)
             stream.deliver(first, replica, number)
             if not forward_only:
-                microbatch, start = samples.start // size, first * width * size
-                ids = range(start + samples.start, start + samples.stop)
-                self._microbatches.consume(step, microbatch, tuple(ids))
+                ids = range(read + samples.start, read + samples.stop)
+                self._microbatches.consume(step, samples.start // size, tuple(ids))
             self._buffers.enter(replica)
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
@@ -247,10 +250,30 @@ class OwnLoop(ElasticJob):
         numbers = self._microbatches.reports
         if not forward_only:
             self._state.check(step)
+            self._read.position += count * width * self._micro_batch_size
             self._gradients.trained(model)
             self._reports = reports
+            self._check_again(seen, dict(zip(numbers, reports, strict=False)))
         rng.settle(self._seed, rng.PASSES, step, self._loop.works_done)
         return self._own_reports(numbers, reports, count)
+
+    def _check_again(self, seen: dict[int, Any], reports: dict[int, Any]) -> None:
+        """Raise ConfigurationError where a micro-batch that is made again has another loss.
+
+        ``seen``: a copy of each report of the times before.
+        """
+        for number, one in reports.items() if self._worker.promises_bits else ():
+            if number not in seen:
+                # A script may change what it is given.
+                seen[number] = _pytree.tree_map_only(torch.Tensor, torch.clone, one)
+            elif digest_of_reports([seen[number]]) != digest_of_reports([one]):
+                raise ConfigurationError(
+                    f"step {self._worker.completed} is made again after a loss, and micro-batch"
+                    f" {number} has another loss than before: forward_step or its loss function"
+                    " follows from a variable of the script's loop, which is further on by now;"
+                    " have it follow from the batch, or use the lines of docs/megatron_core.md,"
+                    " with job.iteration"
+                )
 
     def _own_reports(self, numbers: Sequence[int], reports: list[Any], count: int) -> list[Any]:
         """Those of this worker's micro-batches at the launch, which others may have run."""
@@ -269,7 +292,9 @@ class OwnLoop(ElasticJob):
     @ends_in_a_sentence
     def _update(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step``, which makes the step."""
-        if not self._loop.is_lagging and self._present_versions() != self._versions:
+        now = self._present_versions()
+        # A loss that met the script between the two calls has written both as well.
+        if now[0] == self._versions[0] and now != self._versions:
             raise ConfigurationError(
                 "the script changes gradients or weights between forward_backward and"
                 " optimizer.step(), which a step that is made again would leave out: do it in a"
@@ -296,7 +321,7 @@ class OwnLoop(ElasticJob):
         with self._body.closed():
             self._loop.step(attempt)
         rng.settle(self._seed, rng.BODY, self._worker.completed)
-        return self._told(_UPDATE, results[-1] if results else None)
+        return results[-1]
 
     # ---- the data -------------------------------------------------------------------------------
 
@@ -316,26 +341,25 @@ class OwnLoop(ElasticJob):
             self._streams[iterator] = known
         return known
 
-    # ---- those who come later -------------------------------------------------------------------
 
-    def tell(self) -> Any:
-        """Tell what calls have returned last, as far as it is plain."""
-        return {name: one for name, one in self._returned.items() if _is_plain(one)}
+def _in_its_precision(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Have ``work`` done under the torch.autocast that the script is in now, whenever it is."""
+    kinds = ("cpu", "cuda")
+    found = [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds]
 
-    def follow(self, step: int, told: Sequence[Any]) -> None:
-        """Have the script pass over the steps before ``step``, with what the others' calls gave."""
-        if told[dist.get_rank()] is None:
-            self._returned = next(one for one in told if one is not None)
-            say(
-                f"worker {self._worker.slot}, started again: its script passes over {step} steps"
-                " that the others have behind them; what it prints or writes there is none of the"
-                " job's"
-            )
+    def call() -> Result:
+        with ExitStack() as stack:
+            for kind, enabled, dtype in found:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            return work()
+
+    return call
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        encode(value)
-    except ConfigurationError:
-        return False
-    return True
+def _wrapped(model: Any) -> Iterator[Any]:
+    """Yield the chunks of a model, and what each wraps, to the innermost."""
+    for one in chunks_of(model):
+        while one is not None:
+            yield one
+            one = getattr(one, "module", None)

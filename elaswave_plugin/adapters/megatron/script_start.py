@@ -25,6 +25,16 @@ from elaswave_plugin.words import FLAG, check_options
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
+def _is_before_a_load() -> bool:
+    """Return whether Megatron-Core makes an optimizer's state, into which a checkpoint is read."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optimizer_states_with_dummy_values":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class ScriptStart:
     """Joins the job where the script makes its world, and binds where it trains first."""
 
@@ -35,7 +45,8 @@ class ScriptStart:
         parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
         config = from_namespace(parser.parse_known_args([FLAG, *sys.argv[1:]])[0])
         assert config is not None
-        self._config = config
+        # One that comes back would run the script from its start, and write over its files.
+        self._config = config = config.model_copy(update={"respawn": 0})
         self._saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=self._saves)
         on_cpu = [] if torch.cuda.is_available() else cpu_patches().records
@@ -47,7 +58,7 @@ class ScriptStart:
         self._patches.apply()
         self._loop: OwnLoop | None = None
         self._unbound = Unbound(
-            lambda optimizer: False,
+            lambda optimizer: _is_before_a_load(),
             advice="have each step call what get_forward_backward_func() returns, asked for behind"
             " init_process_group, before optimizer.step()",
         )

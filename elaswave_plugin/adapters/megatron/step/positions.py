@@ -16,6 +16,12 @@ class HasPosition(Protocol):
     position: int
 
 
+class Count:
+    """A number that goes on with what is read, and goes back with it."""
+
+    position = 0
+
+
 class Positions(Part):
     """The global batch that each iterator reads next in training; a part of a step's state.
 

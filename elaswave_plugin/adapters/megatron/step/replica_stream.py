@@ -37,6 +37,11 @@ def check_iterator(iterator: Any) -> None:
             f"data_iterator is a {type(iterator).__name__}, of which a lost worker's batches are"
             f" gone: {_ADVICE}"
         )
+    if iterator._persistent_workers:
+        raise ConfigurationError(
+            "the DataLoader's persistent_workers is True, with which the iterators of all epochs"
+            " are one object: leave it out"
+        )
 
 
 class ReplicaStream:
@@ -78,7 +83,8 @@ class ReplicaStream:
 
         Raises ConfigurationError where the script has read from the iterator by itself.
         """
-        if getattr(self._iterator(), "_num_yielded", None) != self._yielded:
+        given = self._iterator()
+        if given is not None and given._num_yielded != self._yielded:
             raise ConfigurationError(
                 "the script reads from an iterator between calls of forward_backward that it gives"
                 " to these, so that a loss would take others for its batches: make an iterator of"

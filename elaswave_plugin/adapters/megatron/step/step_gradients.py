@@ -41,6 +41,10 @@ class StepGradients:
         """Return whether a call of this attempt has trained this model already."""
         return bool(self._trained & self._numbers(model))
 
+    def are_reduced(self, model: Any) -> bool:
+        """Return whether a call's gradients of this model stand there, which nobody has zeroed."""
+        return bool(self._reduced & self._numbers(model))
+
     def zero(self, model: Any) -> None:
         """A call begins that trains this model: zero what the script has not zeroed since.
 
