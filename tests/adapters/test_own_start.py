@@ -1,0 +1,184 @@
+"""The start of a job in a script without a line of ours, and what its calls are given there."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from elaswave_plugin import megatron_core
+from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
+from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, check_iterator
+from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
+from elaswave_plugin.adapters.megatron.world import leave_start_to_script
+from elaswave_plugin.errors import ConfigurationError
+
+SAMPLES = [torch.tensor(number) for number in range(24)]
+
+
+@pytest.fixture
+def of_a_job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have this process look like a worker's, started with these words and variables."""
+
+    def started(*words: str, **environ: str) -> None:
+        monkeypatch.setenv("ELASWAVE_AGENT", "socket")
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+
+    return started
+
+
+def parsed(*words: str) -> tuple[argparse.Namespace, list[str]]:
+    native = argparse.ArgumentParser.parse_known_args
+    while hasattr(native, "__wrapped__"):
+        native = native.__wrapped__
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int)
+    found: tuple[argparse.Namespace, list[str]] = megatron_core._without_ours(native)(parser, words)
+    return found
+
+
+def test_a_strict_parser_does_not_see_our_options(of_a_job: Callable[..., None]) -> None:
+    of_a_job("--elaswave")
+    words = (
+        "--steps",
+        "3",
+        "--elaswave",
+        "--elaswave-kill",
+        "1@2:data",
+        "--elaswave-seed=7",
+        "--x",
+    )
+    arguments, others = parsed(*words)
+    assert (arguments.steps, others) == (3, ["--x"])
+
+
+def test_it_is_wanted_by_the_flag_or_the_variable(of_a_job: Callable[..., None]) -> None:
+    of_a_job("--steps=3")
+    assert not megatron_core._is_wanted()
+    assert parsed("--elaswave-seed=7")[1] == ["--elaswave-seed=7"]
+    of_a_job("--steps=3", ELASWAVE="1")
+    assert megatron_core._is_wanted()
+    of_a_job("--elaswave", ELASWAVE="0")
+    assert megatron_core._is_wanted()
+
+
+def test_attach_puts_back_what_makes_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = dist.init_process_group
+    while hasattr(native, "__elaswave__"):
+        native = vars(native)["__elaswave__"]
+    monkeypatch.setattr(dist, "init_process_group", megatron_core._joining(native))
+    leave_start_to_script()
+    assert dist.init_process_group is native
+    leave_start_to_script()
+    assert dist.init_process_group is native
+
+
+def batches(stream: ReplicaStream, replica: int, *, first: int, count: int) -> list[list[int]]:
+    found = []
+    for number in range(count):
+        stream.deliver(first, replica, number)
+        found.append(next(stream).tolist())
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_stream_gives_what_each_replica_would_have(shuffle: bool) -> None:
+    def loader(replica: int) -> Any:
+        sampler = DistributedSampler(SAMPLES, num_replicas=3, rank=replica, shuffle=shuffle, seed=5)
+        return DataLoader(SAMPLES, batch_size=2, sampler=sampler)
+
+    iterator = iter(loader(1))
+    next(iterator)
+    stream = ReplicaStream(iterator, number=0, replica=1, num_replicas=3, seed=9)
+    assert stream.take(3) == 1
+    for replica in range(3):
+        wanted = [batch.tolist() for batch in loader(replica)]
+        assert batches(stream, replica, first=1, count=3) == wanted[1:4]
+        # Again, as a step that is made again reads it, and what lies before.
+        assert batches(stream, replica, first=0, count=2) == wanted[:2]
+    stream.deliver(4, 0, 0)
+    with pytest.raises(StopIteration):
+        next(stream)
+    with pytest.raises(ConfigurationError, match="called twice"):
+        next(stream)
+    next(iterator)
+    with pytest.raises(ConfigurationError, match="reads from an iterator between calls"):
+        stream.take(1)
+
+
+def test_a_random_order_is_the_same_on_every_worker() -> None:
+    streams = [
+        ReplicaStream(
+            iter(DataLoader(SAMPLES, batch_size=4, shuffle=True)),
+            number=2,
+            replica=mine,
+            num_replicas=2,
+            seed=9,
+        )
+        for mine in (0, 1)
+    ]
+    for replica in (0, 1):
+        first, second = (batches(one, replica, first=0, count=6) for one in streams)
+        assert first == second and sorted(chain(*first)) == [*range(24)]
+    assert batches(streams[0], 0, first=0, count=6) != batches(streams[0], 1, first=0, count=6)
+
+
+class Curriculum:
+    """A sampler that knows no replica."""
+
+    def __iter__(self) -> Any:
+        return iter(range(24))
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_what_no_other_worker_could_read_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="data_iterator is a list_iterator"):
+        check_iterator(iter([1]))
+    kept = DataLoader(SAMPLES, num_workers=1, persistent_workers=True)
+    with pytest.raises(ConfigurationError, match="persistent_workers is True"):
+        check_iterator(iter(kept))
+    own: Any = BatchSampler(Curriculum(), 2, drop_last=False)  # type: ignore[arg-type]
+    others = DistributedSampler(SAMPLES, num_replicas=3, rank=0)
+    for loader, said in (
+        (DataLoader(SAMPLES, batch_sampler=own), "draws from a Curriculum"),
+        (DataLoader(SAMPLES, sampler=others), "num_replicas is 3, and there are 2"),
+    ):
+        iterator = iter(loader)
+        check_iterator(iterator)
+        with pytest.raises(ConfigurationError, match=said):
+            ReplicaStream(iterator, number=0, replica=0, num_replicas=2, seed=0)
+
+
+def test_a_state_is_built_again_where_the_script_has_put_it() -> None:
+    states, view = StatesToSave(), {"name": "a"}
+
+    def outer() -> dict[str, Any]:
+        # As the wrapper of a model asks the model, which is guarded as well.
+        return {"of": view["name"], **states.build(lambda: {"inner": 1}, 1)}
+
+    state = states.build(outer, 1)
+    state["iteration"] = 4
+    view["name"] = "b"
+    states.renew(1)
+    assert state == {"of": "a", "inner": 1, "iteration": 4}
+    states.renew(2)
+    assert state == {"of": "b", "inner": 1, "iteration": 4}
+    states.forget()
+    view["name"] = "c"
+    states.renew(3)
+    assert state["of"] == "b"
+
+
+def test_the_first_loss_of_a_report_counts() -> None:
+    assert first_loss({"lm loss": torch.tensor([6.0, 2.0]), "aux": 1.0}) == (6.0, 2.0, 2.0)
+    assert first_loss(3.0) == (3.0, 1.0, 0.0)
+    assert first_loss({"rewards": "none"}).total != first_loss({"rewards": "none"}).total
