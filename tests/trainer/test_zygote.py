@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from elaswave_plugin.trainer import zygote as zygote_module
 from tests.agent.jobs import LAUNCH, WAIT_S, Job, environment
+from tests.idle import Deadline
 from tests.ports import free_port
 from tests.proofs import Kind, Promise, proves
 
@@ -209,10 +211,16 @@ def test_the_job_ends_when_its_zygote_is_killed(tmp_path: Path) -> None:
 
 
 def zygote_of(job: Job, node: int = 0) -> psutil.Process:
-    """The zygote that a launcher has started for itself."""
-    children = psutil.Process(job.launchers[node].pid).children()
-    (found,) = [one for one in children if "zygote" in " ".join(one.cmdline())]
-    return found
+    """The zygote that a launcher has started for itself; it has its name once it is executed."""
+    launcher, deadline = psutil.Process(job.launchers[node].pid), Deadline(WAIT_S)
+    while True:
+        children = launcher.children()
+        found = [one for one in children if "zygote" in " ".join(one.cmdline())]
+        if found:
+            (zygote,) = found
+            return zygote
+        assert deadline.left_s(), f"no zygote among {children}"
+        time.sleep(0.01)  # nothing tells that a process has been executed
 
 
 @proves(Kind.ZYGOTE, Promise.NOBODY_LOST)
