@@ -60,7 +60,7 @@ def recorded(before: dict[str, Any], seconds: dict[str, float], part: int) -> di
         "part": part,
         "seconds": {file: round(took, 1) for file, took in sorted(seconds.items())},
         "budgets_s": before.get("budgets_s")
-        or {room: int(took * share) for room, took in sorted(rooms.items())},
+        or {room: max(1, int(took * share)) for room, took in sorted(rooms.items())},
     }
 
 
