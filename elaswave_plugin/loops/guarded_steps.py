@@ -1,4 +1,4 @@
-"""The guarded loop: every step, evaluation or save is run, and run again after a recovery."""
+"""The work around each step, and around work between two, alike in every loop."""
 
 import os
 import time

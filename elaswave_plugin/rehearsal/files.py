@@ -30,6 +30,8 @@ _CACHES = (
     ("TORCHINDUCTOR_CACHE_DIR", None),
     ("TRITON_CACHE_DIR", "~/.triton"),
 )
+# Before a path that was there, in the list of those that were made: it may be removed and made.
+_WAS_THERE = "-"
 # What may be done to a folder that is there, and to what is no file.
 _MAKES = ("opens for writing", "makes")
 # Module, function that writes, and the argument that is the file. Of safetensors it is what its own
@@ -113,7 +115,11 @@ class FileGuard:
                 self._note(path)
             elif verb in _MAKES and not _is_file(path):
                 return  # a folder that is there, a terminal, a pipe
-            elif not self._overwrites and not self._was_made(path):
+            elif self._was_made(path):
+                return
+            elif self._overwrites:
+                self._note(_WAS_THERE + path)
+            else:
                 self._refuse(path, verb)
         finally:
             self._asking = False
@@ -136,7 +142,10 @@ class FileGuard:
 
 def take_away(order: RunOrder) -> None:
     """Remove what a run has made, so that the next one finds what this one found."""
-    for path in _noted(order.made):
+    noted = _noted(order.made)
+    for path in noted:
+        if _WAS_THERE + path in noted or path.startswith(_WAS_THERE):
+            continue
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):

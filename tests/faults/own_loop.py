@@ -30,7 +30,7 @@ _LOOP = """\
     for iteration in range(args.train_iters):
         losses, grad_norm = train_step()
         loss = sum(total / tokens for total, tokens in losses) / max(len(losses), 1)
-        print_rank_0(f"step {iteration:4d} | own loss {loss:.6f} | grad norm {grad_norm:.4f}")
+        print_rank_0(f"step {iteration:4d} | own loss {loss:.6f} | grad norm {grad_norm or 0:.4f}")
         if args.eval_interval and (iteration + 1) % args.eval_interval == 0:
             loss = sum(total / tokens for batch in evaluate() for total, tokens in batch)
             print_rank_0(f"step {iteration:4d} | validation loss {float(loss).hex()}")

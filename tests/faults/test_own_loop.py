@@ -28,7 +28,9 @@ def spec_of(slot: int, phase: str) -> JobSpec:
 
 PP2 = ("--pipeline-model-parallel-size=2",)
 TP2 = ("--tensor-model-parallel-size=2", "--sequence-parallel")
-FORMS = (PP2, TP2)
+# The loss scaler begins so high that it skips steps.
+FP16 = ("--fp16", f"--initial-loss-scale={2**20}", "--loss-scale-window=2")
+FORMS = (PP2, TP2, FP16)
 _PASSES = "        losses = forward_backward(data_iterator=per_chunk(train_batches)"
 _UPDATE = "        _, grad_norm, _ = optimizer.step()\n"
 _TRAINS = "        losses, grad_norm = train_step()\n"
@@ -128,6 +130,10 @@ BAD: dict[str, tuple[Change, str]] = {
     "an iterator of its own": (
         ("iter(loader(train)), loader(valid)", "(one for one in loader(train)), loader(valid)"),
         "data_iterator is a generator, of which a lost worker's batches are gone",
+    ),
+    "two updates of one pass": (
+        (_UPDATE, _UPDATE + "        optimizer.step()\n"),
+        "optimizer.step() is called, and forward_backward has trained nothing since",
     ),
     "the schedule by a name from before": (
         (

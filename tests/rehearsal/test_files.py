@@ -107,6 +107,22 @@ def test_what_a_run_made_is_taken_away_before_the_next_one(
     assert kept.read_text() == "of last week"
 
 
+@pytest.mark.parametrize("how", ["remove", "rmtree"])
+def test_what_was_there_is_never_taken_away(tmp_path: Path, how: str) -> None:
+    """Also where --overwrite lets the script remove it, and make it again."""
+    order = RunOrder(folder=tmp_path / "rehearsal", name="undisturbed", overwrites=True)
+    folder = tmp_path / "users"
+    file = folder / "latest"
+    folder.mkdir()
+    file.write_text("7")
+    remove = f"os.remove('{file}')" if how == "remove" else f"shutil.rmtree('{folder}')"
+    code = f"import os, shutil; {remove}; os.makedirs('{folder}', exist_ok=True)"
+    ended = guarded(order, f"{code}; Path('{file}').write_text('8'); Path('{folder}/new').touch()")
+    assert ended.returncode == 0, ended.stderr
+    take_away(order)
+    assert os.listdir(folder) == ["latest"] and file.read_text() == "8"
+
+
 def test_the_cache_of_a_library_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of torch, which builds DeepSpeed's operations there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

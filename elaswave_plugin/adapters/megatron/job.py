@@ -232,7 +232,7 @@ class ElasticJob:
             counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = self._made_loop(steps)
+        self._loop = CallLog(steps)
         self._body = LoopBody(self._loop)
         self._own_numbers = OwnNumbers(
             self._worker,
@@ -249,10 +249,6 @@ class ElasticJob:
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
-
-    def _made_loop(self, steps: GuardedSteps) -> CallLog:
-        """The loop of ``train``, which says itself with which step it begins."""
-        return CallLog(steps)
 
     def _why_buffers_stay(self) -> str | None:
         """Why forward passes may not change the model's buffers; None where they may."""

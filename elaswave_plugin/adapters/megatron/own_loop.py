@@ -27,7 +27,6 @@ from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
-from elaswave_plugin.adapters.megatron.step.entry_proof import digest_of_reports
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step.positions import Count
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, check_iterator
@@ -52,6 +51,9 @@ _ENDLESS = 1 << 40
 class OwnLoop(ElasticJob):
     """One worker's part of a script whose loop is its own."""
 
+    # Of the numbers that the script makes by itself, for the sentence that names their lines.
+    _advice = "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
+
     def __init__(
         self,
         config: ElasticConfig,
@@ -75,11 +77,6 @@ class OwnLoop(ElasticJob):
             ),
             seed=0,
         )
-        if worker.reserve or worker.detached:
-            raise ConfigurationError(
-                "a worker joins a job whose script has no line of ours, and would run it from its"
-                " start: leave --reserve and --join out, or use the lines of docs/megatron_core.md"
-            )
         super().__init__(config, sizes, patches=patches, saves=saves, worker=worker)
         # Of the launch: its script stays that of this replica, also where others run its passes.
         self.replica = parallel_state.get_data_parallel_rank()
@@ -89,8 +86,8 @@ class OwnLoop(ElasticJob):
         # Samples of all training calls so far, by which the ledger numbers them.
         self._read = Count()
         self._positions.follow(self._read)
-        # Of gradients and weights, as the last call of the step has left them.
-        self._versions: tuple[int, list[int]] = (0, [])
+        # Of gradients and weights, as the last call of the step has left them; None before one.
+        self._versions: tuple[int, list[int]] | None = None
         self.model = call["model"]
         optimizer = optimizer_of(self.model)
         self.bind(self.model, optimizer, train_iters=_ENDLESS)
@@ -111,9 +108,6 @@ class OwnLoop(ElasticJob):
         self._body.begin()
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
-
-    # Of the numbers that the script makes by itself, for the sentence that names their lines.
-    _advice = "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
 
     # ---- the calls ------------------------------------------------------------------------------
 
@@ -266,7 +260,7 @@ class OwnLoop(ElasticJob):
             if number not in seen:
                 # A script may change what it is given.
                 seen[number] = _pytree.tree_map_only(torch.Tensor, torch.clone, one)
-            elif digest_of_reports([seen[number]]) != digest_of_reports([one]):
+            elif repr(first_loss(seen[number])) != repr(first_loss(one)):
                 raise ConfigurationError(
                     f"step {self._worker.completed} is made again after a loss, and micro-batch"
                     f" {number} has another loss than before: forward_step or its loss function"
@@ -293,6 +287,11 @@ class OwnLoop(ElasticJob):
     def _update(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step``, which makes the step."""
         now = self._present_versions()
+        if self._versions is None:
+            raise ConfigurationError(
+                "optimizer.step() is called, and forward_backward has trained nothing since the"
+                " last time: call each once a step, or use the lines of docs/megatron_core.md"
+            )
         # A loss that met the script between the two calls has written both as well.
         if now[0] == self._versions[0] and now != self._versions:
             raise ConfigurationError(
@@ -320,6 +319,7 @@ class OwnLoop(ElasticJob):
 
         with self._body.closed():
             self._loop.step(attempt)
+        self._versions = None
         rng.settle(self._seed, rng.BODY, self._worker.completed)
         return results[-1]
 

@@ -18,6 +18,8 @@ from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.command_line import add_arguments, from_namespace
+from elaswave_plugin.config import ElasticConfig
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.words import FLAG, check_options
@@ -35,6 +37,20 @@ def _is_before_a_load() -> bool:
     return False
 
 
+def _without_returns(config: ElasticConfig) -> ElasticConfig:
+    """Have lost workers stay away: each would run the script from its start, over its files.
+
+    Raises ConfigurationError where the settings say otherwise.
+    """
+    if "respawn" in config.model_fields_set and config.respawn:
+        raise ConfigurationError(
+            f"respawn is {config.respawn}, and the script has no line of ours, so that one that"
+            " comes back would run it from its start: leave it out, or use the lines of"
+            " docs/megatron_core.md"
+        )
+    return config.model_copy(update={"respawn": 0})
+
+
 class ScriptStart:
     """Joins the job where the script makes its world, and binds where it trains first."""
 
@@ -45,15 +61,18 @@ class ScriptStart:
         parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
         config = from_namespace(parser.parse_known_args([FLAG, *sys.argv[1:]])[0])
         assert config is not None
-        # One that comes back would run the script from its start, and write over its files.
-        self._config = config = config.model_copy(update={"respawn": 0})
+        self._config = config = _without_returns(config)
         self._saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=self._saves)
         on_cpu = [] if torch.cuda.is_available() else cpu_patches().records
         self._patches = PatchSet([*on_cpu, *elastic.records, *self._records()])
         self._patches.check()  # before the others are waited for
         self._worker = Worker(config=config, environ=os.environ)
-        self._saves.comes_later = lambda: self._worker.detached
+        if self._worker.reserve or self._worker.detached:
+            raise ConfigurationError(
+                "a worker joins a job whose script has no line of ours, and would run it from its"
+                " start: leave --reserve and --join out, or use the lines of docs/megatron_core.md"
+            )
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
         self._loop: OwnLoop | None = None
