@@ -13,6 +13,8 @@ _MARK = "__elaswave__"
 _FLAG = "--elaswave"
 # Set for the workers of a job (ipc/environment.py, AGENT).
 _SUPERVISED = "ELASWAVE_AGENT"
+# Of these, whatever asks for a rank asks for its own.
+_FRAMEWORKS = ("torch.", "megatron.core.", "elaswave_plugin.")
 # The backend of a world that is ours already.
 _OURS = "elaswave"
 
@@ -31,26 +33,59 @@ def _has_joined() -> bool:
     return page is not None or pages.page_fd(os.environ) is None
 
 
+class _Start:
+    """The start of this process in the job, once its script makes its world."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+
+    def is_behind(self) -> bool:
+        """True while the script is at what the others have behind them."""
+        return self._made is not None and bool(self._made.is_behind)
+
+    def joining(self, native: Any) -> Any:
+        """``init_process_group``, which joins the job where it is wanted."""
+
+        @functools.wraps(native)
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if backend == _OURS or not _is_wanted() or _has_joined():
+                return native(backend, *args, **kwargs)
+            start = import_module("elaswave_plugin.adapters.megatron.script_start")
+            self._made = start.ScriptStart()
+            if self.is_behind() and os.environ.get("RANK") == "0":
+                os.environ["RANK"] = "1"
+            return native(**self._made.world())
+
+        # What `attach` puts back, in a script that says by its lines how it joins.
+        init_process_group.__dict__[_MARK] = native
+        return init_process_group
+
+    def not_first(self, native: Any) -> Any:
+        """``get_rank`` of a worker in the place of rank 0, which is another until it is back.
+
+        What a script does on rank 0 alone, as writing files, is done for the steps behind.
+        """
+
+        @functools.wraps(native)
+        def get_rank(group: Any = None) -> int:
+            rank = int(native(group))
+            if rank or group is not None or not self.is_behind():
+                return rank
+            asker = sys._getframe(1).f_globals.get("__name__", "")
+            return 0 if asker.startswith(_FRAMEWORKS) else 1
+
+        return get_rank
+
+
 def install() -> None:
     """Look at each world that a script makes, and at the options that its parser does not know."""
     distributed, parser = vars(import_module("torch.distributed")), argparse.ArgumentParser
     if hasattr(distributed["init_process_group"], _MARK):
         return
-    distributed["init_process_group"] = _joining(distributed["init_process_group"])
+    start = _Start()
+    distributed["init_process_group"] = start.joining(distributed["init_process_group"])
     parser.parse_known_args = _without_ours(parser.parse_known_args)  # type: ignore[method-assign]
-
-
-def _joining(native: Any) -> Any:
-    @functools.wraps(native)
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if backend == _OURS or not _is_wanted() or _has_joined():
-            return native(backend, *args, **kwargs)
-        start = import_module("elaswave_plugin.adapters.megatron.script_start").ScriptStart()
-        return native(**start.world())
-
-    # What `attach` puts back, in a script that says by its lines how it joins.
-    init_process_group.__dict__[_MARK] = native
-    return init_process_group
+    distributed["get_rank"] = start.not_first(distributed["get_rank"])
 
 
 def _without_ours(native: Any) -> Any:

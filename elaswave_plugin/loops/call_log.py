@@ -63,6 +63,10 @@ class _Part:
         self._made = -1
         self.result: Any = None
 
+    def as_first(self) -> "_Part":
+        """Return the same call, as one of a step before its own."""
+        return _Part(self._work, self._put_back, life=self._first)
+
     def reenter(self, life: int) -> None:
         """Have what the script had set, where a recovery has come since."""
         if life != self._first and life != self._made:
@@ -115,6 +119,11 @@ class CallLog:
         """The number of pieces of work between steps that all workers have completed."""
         return self._steps.works_done
 
+    @property
+    def is_inside(self) -> bool:
+        """True while a call is being made, of which others are a part."""
+        return self._inside
+
     def start(self) -> None:
         """Seal the initial state; no worker trains before all have done so."""
         if not self.worker.detached:
@@ -137,7 +146,7 @@ class CallLog:
         behind them, and for one that the script gives up, on all workers alike, before its update:
         it then is no step of the job. Raises ElasWaveError where that one was made before.
         """
-        self._arrive()
+        self.arrive()
         if self.is_lagging:
             self._pass()
             return None
@@ -153,7 +162,7 @@ class CallLog:
         """
         if self._inside:
             return work()
-        self._arrive()
+        self.arrive()
         if self.is_lagging:
             return None
         part = _Part(work, keep(), life=self._life)
@@ -174,8 +183,11 @@ class CallLog:
         result: Result = part.result
         return result
 
-    def _arrive(self) -> None:
-        """Enter the job where this worker has not; its script may have come to the others' step."""
+    def arrive(self) -> None:
+        """Enter the job where this worker has not; its script may have come to the others' step.
+
+        Comes before each call of a step.
+        """
         self.enter()
         if self.is_lagging and self._passed == self._reached:
             self.is_lagging = self.worker.links.detached = False
@@ -244,9 +256,12 @@ class CallLog:
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when all workers have completed their last step.
 
-        Raises ConfigurationError where the script ends earlier than those of the others.
+        Raises ConfigurationError where the script ends earlier than those of the others,
+        JobStopped where the job has ended.
         """
         if self._passes and self.is_lagging:
+            # Its script may have ended because the job has, before this worker was let in.
+            self.worker.member.check()
             raise ConfigurationError(
                 f"the script of this worker, which came later, has ended after {self._passed} steps"
                 f" of {self._reached} that the others have behind them; begin every worker's script"
@@ -309,6 +324,9 @@ class CallLog:
 
     def _make_parts(self, step: int) -> None:
         """Begin the step, and make the calls inside of it as far as the script has come."""
+        if step not in self._parts and self._parts and step < min(self._parts):
+            # Nor such a one its calls.
+            self._parts[step] = [one.as_first() for one in self._parts[min(self._parts)]]
         parts = self._parts.get(step, ())
         for part in parts[:1]:
             part.reenter(self._life)

@@ -13,14 +13,17 @@ import torch
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.call_log import CallLog
-from elaswave_plugin.trainer.fatal import end_in_a_sentence
+from elaswave_plugin.loops.call_record import CallRecord
+from elaswave_plugin.trainer.fatal import end_in_a_sentence, ends_in_a_sentence
 
 
 class LoopBody:
     """The body of a script's loop: whether the script is in it, and what collectives do there."""
 
-    def __init__(self, loop: CallLog) -> None:
+    def __init__(self, loop: CallLog, record: CallRecord | None = None) -> None:
+        """``record``: what these calls return is noted there, for those who come later."""
         self._loop = loop
+        self._record = record
         self._worker = loop.worker
 
     def begin(self) -> None:
@@ -51,8 +54,8 @@ class LoopBody:
         ``start()`` begins it with ``args``, whose tensors it changes. Ends the job where it cannot
         be made again.
         """
-        if self._loop.is_lagging or set(group.members) != set(self._worker.view.ranks):
-            return start()
+        if self._is_behind or set(group.members) != set(self._worker.view.ranks):
+            return self.note(call, start)
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]
         root = getattr(args[1], "rootRank", args[1]) if call == "broadcast" else 0
@@ -68,7 +71,45 @@ class LoopBody:
             return started
 
         with self.closed():
-            return self._loop.run(work, phase=call, detached=None)
+            completed = self._loop.run(work, phase=call)
+        self._note(call, completed)
+        return completed
+
+    def note(self, call: str, start: Callable[[], Any]) -> Any:
+        """Make a call, and note what it returns; or have in its tensors what the others had there.
+
+        Returns its Work.
+        """
+        if self._is_behind:
+            return self._passed_over(call, start)
+        with self.closed():
+            started = start()
+        self._note(call, started)
+        return started
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._loop.is_lagging if self._record is None else self._record.is_behind
+
+    def _note(self, call: str, work: Any) -> None:
+        if self._record is not None:
+            work.wait()
+            self._record.note(call, work.result())
+
+    @ends_in_a_sentence
+    def _passed_over(self, call: str, start: Callable[[], Any]) -> Any:
+        """Have a call answered here, and by what the others had there, if that is known."""
+        links = self._worker.links
+        before, links.detached = links.detached, True
+        try:
+            with self.closed():
+                started = start()
+        finally:
+            links.detached = before
+        tensors = [one.detach() for one in started.result()]
+        if self._record is not None:
+            self._record.fill(call, tensors)
+        return started
 
     def interrupted(self, call: str) -> NoReturn:
         """A loss has met a call that cannot be made again."""

@@ -73,7 +73,7 @@ def test_attach_puts_back_what_makes_the_world(monkeypatch: pytest.MonkeyPatch) 
     native = dist.init_process_group
     while hasattr(native, "__elaswave__"):
         native = vars(native)["__elaswave__"]
-    monkeypatch.setattr(dist, "init_process_group", megatron_core._joining(native))
+    monkeypatch.setattr(dist, "init_process_group", megatron_core._Start().joining(native))
     leave_start_to_script()
     assert dist.init_process_group is native
     leave_start_to_script()
@@ -96,7 +96,7 @@ def test_a_stream_gives_what_each_replica_would_have(shuffle: bool) -> None:
 
     iterator = iter(loader(1))
     next(iterator)
-    stream = ReplicaStream(iterator, number=0, replica=1, num_replicas=3, seed=9)
+    stream = ReplicaStream(iterator, number=0, mine={1}, num_replicas=3, seed=9)
     assert stream.take(3) == 1
     for replica in range(3):
         wanted = [batch.tolist() for batch in loader(replica)]
@@ -118,7 +118,7 @@ def test_a_random_order_is_the_same_on_every_worker() -> None:
         ReplicaStream(
             iter(DataLoader(SAMPLES, batch_size=4, shuffle=True)),
             number=2,
-            replica=mine,
+            mine={mine},
             num_replicas=2,
             seed=9,
         )
@@ -155,7 +155,7 @@ def test_what_no_other_worker_could_read_is_refused() -> None:
         iterator = iter(loader)
         check_iterator(iterator)
         with pytest.raises(ConfigurationError, match=said):
-            ReplicaStream(iterator, number=0, replica=0, num_replicas=2, seed=0)
+            ReplicaStream(iterator, number=0, mine={0}, num_replicas=2, seed=0)
 
 
 def test_a_state_is_built_again_where_the_script_has_put_it() -> None:

@@ -33,14 +33,14 @@ FP16 = ("--fp16", f"--initial-loss-scale={2**20}", "--loss-scale-window=2")
 FORMS = (PP2, TP2, FP16)
 _PASSES = "        losses = forward_backward(data_iterator=per_chunk(train_batches)"
 _UPDATE = "        _, grad_norm, _ = optimizer.step()\n"
-_TRAINS = "        losses, grad_norm = train_step()\n"
+TRAINS = "        losses, grad_norm = train_step()\n"
 LINES: dict[str, tuple[tuple[Change, ...], str]] = {
     "another iterator for each two steps": (
         (
             (
-                _TRAINS,
+                TRAINS,
                 "        if iteration % 2 == 0:\n            train_batches = iter(loader(train))\n"
-                + _TRAINS,
+                + TRAINS,
             ),
         ),
         "1@2:snapshot",

@@ -55,7 +55,7 @@ adapters: config errors framework ipc recovery tracking trainer words
 step_state: errors kept recovery values
 adapters/megatron/compat: adapters checkpoints core/step errors recovery
 adapters/deepspeed/compat: adapters errors
-loops: config errors framework ipc recovery step_state trainer
+loops: config errors framework ipc recovery step_state trainer values
 adapters/megatron/state: adapters adapters/megatron/compat core/layout errors step_state values
 adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking values
 demo: config core/layout errors ipc observer recovery tracking

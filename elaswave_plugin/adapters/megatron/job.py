@@ -67,6 +67,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.call_log import Attempt, CallLog
+from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.script_end import leave_at_exit
@@ -86,6 +87,9 @@ class ElasticJob:
         "show report.loss and what job.evaluate returns, and count args.global_batch_size samples a"
         " step (docs/megatron_core.md)"
     )
+
+    # Of the calls of a script that counts its steps itself.
+    _calls: CallRecord | None = None
 
     def __init__(
         self,
@@ -232,8 +236,8 @@ class ElasticJob:
             counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = CallLog(steps)
-        self._body = LoopBody(self._loop)
+        self._loop = self._call_log(steps)
+        self._body = LoopBody(self._loop, self._calls)
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,
@@ -249,6 +253,9 @@ class ElasticJob:
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
+
+    def _call_log(self, steps: GuardedSteps) -> CallLog:
+        return CallLog(steps)
 
     def _why_buffers_stay(self) -> str | None:
         """Why forward passes may not change the model's buffers; None where they may."""

@@ -38,12 +38,20 @@ from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
-from elaswave_plugin.ipc.console import say
+from elaswave_plugin.loops.call_log import CallLog
+from elaswave_plugin.loops.call_record import CallRecord
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.loops.record_told import RecordTold
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.values.gathered import gathered
 
+FIRST_SHOWN = 1
+"""The replica that the first one is told to be while its script is behind the others.
+
+What it does alone, as writing files, is done for these steps.
+"""
 # A loop of a script's own does not say how many steps it makes.
 _ENDLESS = 1 << 40
 
@@ -80,6 +88,17 @@ class OwnLoop(ElasticJob):
         super().__init__(config, sizes, patches=patches, saves=saves, worker=worker)
         # Of the launch: its script stays that of this replica, also where others run its passes.
         self.replica = parallel_state.get_data_parallel_rank()
+        self._place = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        # What the script's draws follow from.
+        self._drawn: list[int] = []
+        self._calls: CallRecord = CallRecord(
+            lags=lambda: self._loop.is_lagging,
+            draws=lambda: self._drawn,
+            follow_draws=lambda key: self._settle(*key),
+        )
         self._streams = WeakKeyDictionary[Any, ReplicaStream]()
         self._reports: list[Any] = []
         self._states = StatesToSave()
@@ -100,14 +119,24 @@ class OwnLoop(ElasticJob):
         for one in (*_wrapped(self.model), optimizer):
             one.sharded_state_dict = self._state_to_save(one.sharded_state_dict)
         self._start()
-        if worker.owns_rank_0:
-            say(
-                "lost workers stay away, as their scripts would run from the start; with the lines"
-                " of docs/megatron_core.md they come back"
-            )
         self._body.begin()
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
+
+    def _call_log(self, steps: GuardedSteps) -> CallLog:
+        told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
+        return CallLog(steps, knowledge=told, passes=True)
+
+    @property
+    def is_behind(self) -> bool:
+        """True while the script is at what the others have behind them."""
+        return self._worker.detached or self._loop.is_lagging
+
+    def _settle(self, *key: int) -> None:
+        """Have the script's draws follow from these numbers, in whatever worker it runs."""
+        if key:
+            rng.settle(self._seed, *key)
+        self._drawn = [*key]
 
     # ---- the calls ------------------------------------------------------------------------------
 
@@ -135,12 +164,19 @@ class OwnLoop(ElasticJob):
             )
         with self._body.closed():
             if forward_only:
-                returned = self._loop.run(work, phase="evaluation")
-            else:
-                returned = self._loop.part(work, keep=self._keep)
-                self._versions = self._present_versions()
+                evaluate = partial(self._loop.run, work, phase="evaluation")
+                return self._calls.of("an evaluation", evaluate)
+            returned = self._part("forward_backward", work)
+            self._versions = self._present_versions()
         return returned
 
+    def _part(self, call: str, work: Callable[[], Any]) -> Any:
+        """Make a call inside of the step, or pass over it where the others have made the step."""
+        self._loop.arrive()
+        part = partial(self._loop.part, work, keep=self._keep)
+        return self._calls.of(call, part, is_made=not self._loop.is_lagging)
+
+    @ends_in_a_sentence
     def _save(self, write: Callable[[], None]) -> None:
         """``dist_checkpointing.save``, which starts again after a loss."""
 
@@ -149,7 +185,7 @@ class OwnLoop(ElasticJob):
             write()
 
         with self._body.closed():
-            self._loop.run(save, phase="save")
+            self._calls.of("dist_checkpointing.save", partial(self._loop.run, save, phase="save"))
 
     def _state_to_save(self, native: Callable[..., Any]) -> Callable[..., Any]:
         """``sharded_state_dict``, whose result follows from who is there."""
@@ -157,6 +193,8 @@ class OwnLoop(ElasticJob):
         @wraps(native)
         def build(*args: Any, **kwargs: Any) -> Any:
             work = partial(native, *args, **kwargs)
+            if self._calls.is_behind:
+                return work()
             with self._body.closed():
                 return self._loop.run(lambda: self._states.build(work, self._worker.view.epoch))
 
@@ -184,9 +222,12 @@ class OwnLoop(ElasticJob):
 
     def _part_of_step(self, native: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(native)
+        @ends_in_a_sentence
         def call(*args: Any, **kwargs: Any) -> Any:
+            if self._loop.is_inside:
+                return native(*args, **kwargs)
             with self._body.closed():
-                result = self._loop.part(partial(native, *args, **kwargs), keep=self._keep)
+                result = self._part(native.__name__, partial(native, *args, **kwargs))
             self._versions = self._present_versions()
             return result
 
@@ -215,7 +256,7 @@ class OwnLoop(ElasticJob):
                 self._gradients.begin()
             self._gradients.zero(model)
         else:
-            rng.settle(self._seed, rng.WORK, self._loop.works_done)
+            self._settle(rng.WORK, self._loop.works_done)
         first, read = stream.take(count), self._read.position
         moment = first if forward_only else step
 
@@ -248,7 +289,7 @@ class OwnLoop(ElasticJob):
             self._gradients.trained(model)
             self._reports = reports
             self._check_again(seen, dict(zip(numbers, reports, strict=False)))
-        rng.settle(self._seed, rng.PASSES, step, self._loop.works_done)
+        self._settle(rng.PASSES, step, self._loop.works_done)
         return self._own_reports(numbers, reports, count)
 
     def _check_again(self, seen: dict[int, Any], reports: dict[int, Any]) -> None:
@@ -317,11 +358,17 @@ class OwnLoop(ElasticJob):
             lr = self._framework.learning_rate()
             return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
 
-        with self._body.closed():
+        def update() -> Any:
             self._loop.step(attempt)
+            self._settle(rng.BODY, self._worker.completed)
+            return results[-1]
+
         self._versions = None
-        rng.settle(self._seed, rng.BODY, self._worker.completed)
-        return results[-1]
+        with self._body.closed():
+            returned = self._calls.of("optimizer.step", update)
+            if self._loop.is_lagging:
+                self._loop.step(attempt)
+        return returned
 
     # ---- the data -------------------------------------------------------------------------------
 
@@ -333,7 +380,7 @@ class OwnLoop(ElasticJob):
             known = ReplicaStream(
                 iterator,
                 number=self._positions.made,
-                replica=self.replica,
+                mine={self.replica, self.replica or FIRST_SHOWN},
                 num_replicas=self._width,
                 seed=self._seed,
             )

@@ -13,12 +13,11 @@ from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
-from elaswave_plugin.adapters.megatron.own_loop import OwnLoop
+from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.command_line import add_arguments, from_namespace
-from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
@@ -37,20 +36,6 @@ def _is_before_a_load() -> bool:
     return False
 
 
-def _without_returns(config: ElasticConfig) -> ElasticConfig:
-    """Have lost workers stay away: each would run the script from its start, over its files.
-
-    Raises ConfigurationError where the settings say otherwise.
-    """
-    if "respawn" in config.model_fields_set and config.respawn:
-        raise ConfigurationError(
-            f"respawn is {config.respawn}, and the script has no line of ours, so that one that"
-            " comes back would run it from its start: leave it out, or use the lines of"
-            " docs/megatron_core.md"
-        )
-    return config.model_copy(update={"respawn": 0})
-
-
 class ScriptStart:
     """Joins the job where the script makes its world, and binds where it trains first."""
 
@@ -61,18 +46,20 @@ class ScriptStart:
         parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
         config = from_namespace(parser.parse_known_args([FLAG, *sys.argv[1:]])[0])
         assert config is not None
-        self._config = config = _without_returns(config)
+        self._config = config
         self._saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=self._saves)
         on_cpu = [] if torch.cuda.is_available() else cpu_patches().records
         self._patches = PatchSet([*on_cpu, *elastic.records, *self._records()])
         self._patches.check()  # before the others are waited for
         self._worker = Worker(config=config, environ=os.environ)
-        if self._worker.reserve or self._worker.detached:
+        if self._worker.reserve:
             raise ConfigurationError(
-                "a worker joins a job whose script has no line of ours, and would run it from its"
-                " start: leave --reserve and --join out, or use the lines of docs/megatron_core.md"
+                "--reserve is given, and the script has no line of ours, so that it reads and"
+                " reports as a replica of the launch: leave it out, or use the lines of"
+                " docs/megatron_core.md"
             )
+        self._saves.comes_later = lambda: self._worker.detached
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
         self._loop: OwnLoop | None = None
@@ -81,6 +68,11 @@ class ScriptStart:
             advice="have each step call what get_forward_backward_func() returns, asked for behind"
             " init_process_group, before optimizer.step()",
         )
+
+    @property
+    def is_behind(self) -> bool:
+        """True while the script of a worker that came later is at what the others have behind."""
+        return self._worker.detached if self._loop is None else self._loop.is_behind
 
     def world(self) -> dict[str, Any]:
         """The arguments of ``init_process_group``."""
@@ -131,8 +123,12 @@ class ScriptStart:
         @wraps(native)
         def get(*args: Any, **kwargs: Any) -> int:
             asker = sys._getframe(1).f_globals.get("__name__", "")
-            if self._loop is None or asker.startswith(("megatron.core.", "elaswave_plugin.")):
+            if asker.startswith(("megatron.core.", "elaswave_plugin.")):
                 return native(*args, **kwargs)
-            return self._loop.width if name == "world_size" else self._loop.replica
+            loop = self._loop
+            if name == "world_size":
+                return native(*args, **kwargs) if loop is None else loop.width
+            replica = native(*args, **kwargs) if loop is None else loop.replica
+            return FIRST_SHOWN if self.is_behind and not replica else replica
 
         return get

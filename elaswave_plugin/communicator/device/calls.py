@@ -10,7 +10,7 @@ import torch
 from elaswave_plugin.communicator.device.blank_ids import blank_ids
 from elaswave_plugin.communicator.device.engine import DeviceEngine
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
-from elaswave_plugin.communicator.links.body_calls import MADE_AGAIN, made_again
+from elaswave_plugin.communicator.links.body_calls import MADE_AGAIN, made_again, noted
 
 if TYPE_CHECKING:
     from torch.distributed import P2POp, Work
@@ -40,7 +40,7 @@ def _routed(call: str) -> Callable[..., Any]:
 
     run.__name__ = call
     run.__doc__ = f"{call}: native for tensors of the device, else over the links."
-    return made_again(run) if call in MADE_AGAIN else run
+    return (made_again if call in MADE_AGAIN else noted)(run)
 
 
 class DeviceProcessGroup(ElasticProcessGroup):

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from elaswave_plugin.communicator.groups.group_core import GroupCore, Tensors
 from elaswave_plugin.communicator.groups.work import ElasticWork
-from elaswave_plugin.communicator.links.body_calls import made_again
+from elaswave_plugin.communicator.links.body_calls import made_again, noted
 from elaswave_plugin.communicator.links.buffers import flat_bytes
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Operation, Steps
@@ -43,10 +43,12 @@ class GroupCalls(GroupCore):
         tensor = self._single("all_reduce", tensors)
         return self._work([self._all_reduce(tensor, opts, timeout)])
 
+    @noted
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = "SUM") -> ElasticWork:
         """All-reduce of several tensors in place."""
         return self._work([self._all_reduce(tensor, opts) for tensor in tensors])
 
+    @noted
     def reduce(self, tensors: Any, root: Any, op: Any = "SUM", timeout: Any = None) -> ElasticWork:
         """Reduce one tensor to the root; `root` is a rank or ReduceOptions."""
         tensor = self._single("reduce", tensors)
@@ -83,6 +85,7 @@ class GroupCalls(GroupCore):
 
         return self._start(what, body, [output], opts, dtype=output.dtype, timeout=timeout)
 
+    @noted
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = "SUM", timeout: Any = None
     ) -> ElasticWork:
@@ -95,12 +98,14 @@ class GroupCalls(GroupCore):
             return self._work([self._reduce_scatter(output, [parts[0]], opts, timeout)])
         return self._work([self._reduce_scatter(output, parts, opts, timeout)])
 
+    @noted
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = "SUM"
     ) -> ElasticWork:
         """Reduce-scatter of one tensor, cut evenly over the ranks."""
         return self._work([self._reduce_scatter(output, [input], opts)])
 
+    @noted
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = "SUM"
     ) -> ElasticWork:
@@ -152,6 +157,7 @@ class GroupCalls(GroupCore):
 
         return self._start(what, body, outputs, opts, dtype=data.dtype, timeout=timeout)
 
+    @noted
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> ElasticWork:
@@ -163,6 +169,7 @@ class GroupCalls(GroupCore):
             raise self._refuse("all_gather", f"got {len(outputs)} output tensors")
         return self._work([self._all_gather(outputs, data, opts, timeout)])
 
+    @noted
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> ElasticWork:
@@ -173,12 +180,14 @@ class GroupCalls(GroupCore):
             started.append(self._all_gather(outputs, data, opts))
         return self._work(started)
 
+    @noted
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> ElasticWork:
         """Gather all members' tensors into one."""
         return self._work([self._all_gather([output], input, opts)])
 
+    @noted
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> ElasticWork:
@@ -218,10 +227,12 @@ class GroupCalls(GroupCore):
 
         return self._start(what, body, outputs, opts, dtype=inputs[0].dtype, timeout=timeout)
 
+    @noted
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ElasticWork:
         """outputs[j] becomes inputs[our rank] of rank j."""
         return self._work([self._all_to_all(outputs, inputs, None, opts)])
 
+    @noted
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -237,6 +248,7 @@ class GroupCalls(GroupCore):
 
     alltoall_base = all_to_all_single
 
+    @noted
     def gather(
         self, output_tensors: Any, input_tensors: Any, root: Any = 0, timeout: Any = None
     ) -> ElasticWork:
@@ -270,10 +282,12 @@ class GroupCalls(GroupCore):
                     "gather_single", f"got {input.numel()} elements in and {output.numel()} out"
                 )
             outputs = output.view(self.size(), *input.shape).unbind()
-        return self.gather([outputs], [input], opts)
+        work: ElasticWork = self.gather([outputs], [input], opts)
+        return work
 
     gather_into_tensor = gather_single
 
+    @noted
     def scatter(
         self, output_tensors: Any, input_tensors: Any, root: Any = 0, timeout: Any = None
     ) -> ElasticWork:

@@ -13,6 +13,9 @@ class Body(Protocol):
     def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[[], Any]) -> Any:
         """Complete a call, through any number of losses; returns its Work."""
 
+    def note(self, call: str, start: Callable[[], Any]) -> Any:
+        """Make a call that no loss may meet; returns its Work."""
+
     def interrupted(self, call: str) -> NoReturn:
         """A loss has met a call that cannot be made again."""
 
@@ -26,5 +29,18 @@ def made_again(method: Callable[..., Any]) -> Callable[..., Any]:
         if body is None:
             return method(group, *args, **kwargs)
         return body.run(group, method.__name__, args, lambda: method(group, *args, **kwargs))
+
+    return call
+
+
+def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a group of which the body only knows what it returns."""
+
+    @wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        body: Body | None = group._links.body
+        if body is None:
+            return method(group, *args, **kwargs)
+        return body.note(method.__name__, lambda: method(group, *args, **kwargs))
 
     return call

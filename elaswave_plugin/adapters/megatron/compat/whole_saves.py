@@ -45,6 +45,8 @@ class WholeSaves:
         # How a save is made that the script calls in its loop itself.
         self.between_steps: Callable[[Callable[[], None]], object] = lambda write: write()
         self._inside = False
+        # The folders of the checkpoints that the script has loaded.
+        self.loaded: list[str] = []
 
     def save(self, native: Callable[..., None]) -> Callable[..., None]:
         """Write beside the place, and give the name when it is whole.
@@ -100,6 +102,18 @@ class WholeSaves:
 
         return made
 
+    def _load(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        alone = self._alone(validate_access_integrity=False)(native)
+
+        @wraps(native)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self.loaded.append(
+                str(signature(native).bind(*args, **kwargs).arguments["checkpoint_dir"])
+            )
+            return alone(*args, **kwargs)
+
+        return load
+
     def _begin(self) -> None:
         """A strategy of the torch_dist format begins to save."""
         if self.drafts is not None and not self._inside:
@@ -138,7 +152,7 @@ class WholeSaves:
             ),
             record(
                 f"{package}:load",
-                self._alone(validate_access_integrity=False),
+                self._load,
                 "a worker that comes back finds a checkpoint, and nobody to load it with",
             ),
             record(

@@ -1,7 +1,7 @@
 """The batches of every replica, from an iterator over a DataLoader that one of them was given."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -48,9 +48,9 @@ class ReplicaStream:
     """The items of an iterator, and of those that the other replicas were given."""
 
     def __init__(
-        self, iterator: Any, *, number: int, replica: int, num_replicas: int, seed: int
+        self, iterator: Any, *, number: int, mine: Collection[int], num_replicas: int, seed: int
     ) -> None:
-        """``iterator``: as checked, of this worker's replica, the script's ``number``-th.
+        """``iterator``: as checked, of a replica of ``mine``, the script's ``number``-th.
 
         ``seed``: of what the dataset draws, and of a shuffled order that names none.
 
@@ -64,7 +64,7 @@ class ReplicaStream:
             _Order(
                 _of(
                     iterator._index_sampler,
-                    mine=replica,
+                    mine=mine,
                     replica=one,
                     num_replicas=num_replicas,
                     key=draw_key(seed, number, one),
@@ -165,7 +165,7 @@ class _Shuffled:
         yield from torch.randperm(self._size, generator=generator).tolist()
 
 
-def _of(batches: Any, *, mine: int, replica: int, num_replicas: int, key: int) -> Any:
+def _of(batches: Any, *, mine: Collection[int], replica: int, num_replicas: int, key: int) -> Any:
     """The batch sampler of a replica; raises ConfigurationError for one that only it could have."""
     own = type(batches) is BatchSampler
     sampler: Any = batches.sampler if own else batches
@@ -176,8 +176,9 @@ def _of(batches: Any, *, mine: int, replica: int, num_replicas: int, key: int) -
     if is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         order: Any = _Shuffled(sampler.num_samples, key)
         return BatchSampler(order, batches.batch_size, batches.drop_last)
-    if name is None or getattr(sampler, name) != mine:
-        seen = "" if name is None else f" whose {name} is {getattr(sampler, name)}, not {mine}"
+    if name is None or getattr(sampler, name) not in mine:
+        wanted = " or ".join(map(str, sorted(mine)))
+        seen = "" if name is None else f" whose {name} is {getattr(sampler, name)}, not {wanted}"
         raise ConfigurationError(
             f"the data iterator's loader draws from a {type(sampler).__name__}{seen}, and who runs"
             f" the micro-batches of a lost worker could not draw its samples: {_ADVICE}"

@@ -1,0 +1,223 @@
+"""A lost worker comes back to a script without a line of ours, which it runs from its start."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.config import SAVE_PHASE
+from tests.checkpoints.reader import differences, read_checkpoint
+from tests.faults import own_loop
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
+from tests.faults.own_scripts import Change
+from tests.faults.test_join import entered
+from tests.faults.test_own_loop import (
+    FORMS,
+    LINES,
+    PP2,
+    SEED,
+    TRAINS,
+    VERBS,
+    spec_of,
+    validation_of,
+)
+from tests.proofs import Kind, Promise, proves
+
+
+def coming_back(slot: int, *, phase: str = "backward", at: int = 4) -> JobSpec:
+    """The job that loses a worker in its third step, and has it back before step ``at``."""
+    return replace(spec_of(slot, phase), respawn=1, changes=(f"+{slot}@{at}",))
+
+
+@proves(Kind.RETURN, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize("slot", [0, 1, 3])
+def test_it_is_equal_to_the_loop_of_the_job(run: Launch, reference: Reference, slot: int) -> None:
+    survived = run(coming_back(slot))
+    check_equal(survived, reference(VERBS))
+    assert entered(survived) == [(slot, 1)]
+    # What only rank 0 prints is printed once, except for a step that a loss has undone.
+    assert survived.output.count("step    3 |") == 2
+
+
+@proves(Kind.RETURN, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize(("sizes", "slot"), [(one, slot) for one in FORMS for slot in (0, 2)])
+def test_with_stages_and_tensor_parallelism(
+    run: Launch, reference: Reference, sizes: tuple[str, ...], slot: int
+) -> None:
+    spec, verbs = coming_back(slot), replace(VERBS, options=(*VERBS.options, *sizes))
+    survived = run(replace(spec, options=(*spec.options, *sizes)))
+    check_equal(survived, reference(verbs))
+    assert entered(survived) == [(slot, 1)]
+
+
+_GATHERS = """\
+        if iteration != 2:
+            norms = [torch.zeros(1) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(norms, torch.tensor([float(grad_norm)]))
+            names = [None] * len(norms)
+            torch.distributed.all_gather_object(names, {"step": iteration})
+            if any(one["step"] != iteration for one in names) or len({*map(float, norms)}) > 1:
+                raise RuntimeError(f"gathered {names} and {norms}")
+"""
+# Each worker goes its own way by what a sum was, and the validation loss is such a thing.
+_FOLLOWS = """\
+        total = torch.tensor([float(grad_norm)])
+        torch.distributed.all_reduce(total)
+        seen = seen + float(total) if iteration else float(total)
+        print(f"seen {torch.distributed.get_rank()} {iteration} {seen.hex()}\\n", end="")
+"""
+MORE: dict[str, tuple[Change, ...]] = {
+    **{name: changes for name, (changes, _) in LINES.items()},
+    "gathers": ((TRAINS, TRAINS + _GATHERS),),
+}
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
+@pytest.mark.parametrize("line", MORE)
+def test_lines_that_stand_between_the_calls(
+    run: Launch, reference: Reference, tmp_path: Path, line: str
+) -> None:
+    spec = replace(coming_back(1), script=own_loop.write(tmp_path, *MORE[line]))
+    if line == "gathers":
+        # A width that is asked for once each time: the loss comes where none is gathered.
+        spec = replace(spec, changes=("+1@3",))
+    survived = run(spec)
+    check_equal(survived, reference(spec.undisturbed()))
+    assert entered(survived) == [(1, 1)]
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="2:backward")
+def test_the_script_has_the_variables_of_the_others(run: Launch, tmp_path: Path) -> None:
+    """A sum over all steps, also those that it has passed over, is the same on all workers."""
+    script = own_loop.write(tmp_path, (TRAINS, TRAINS + _FOLLOWS))
+    survived = run(replace(coming_back(2), script=script))
+    check_survived(survived)
+    for step in (4, 5):
+        seen = re.findall(rf"seen (\d) {step} (0x[\w.]+p\+\d+)", survived.output)
+        assert sorted(rank for rank, _ in seen) == [*"0123"]
+        assert len({value for _, value in seen}) == 1
+
+
+_LOG = """\
+    def log(text, mode="a"):
+        if torch.distributed.get_rank() == 0:
+            with open(Path(args.save) / "log.txt", mode) as file:
+                file.write(f"{text}\\n")
+
+    os.makedirs(args.save, exist_ok=True)
+    log("begins", mode="w")
+"""
+_LOOP = "    for iteration in range(args.train_iters):\n"
+
+
+@proves(Kind.RETURN, Promise.WHOLE, victim="0", moment="2:backward")
+def test_nothing_is_written_twice(run: Launch, tmp_path: Path) -> None:
+    """Neither checkpoints nor a file of rank 0's, which that has begun anew at its start."""
+    changes = (
+        (_LOOP, _LOG + _LOOP),
+        (TRAINS, TRAINS + '        log(f"step {iteration}")\n'),
+    )
+    script, runs = own_loop.write(tmp_path, *changes), []
+    for number, spec in enumerate((VERBS, coming_back(0, at=5))):
+        saves = tmp_path / str(number)
+        options = (*VERBS.options, SEED, f"--save={saves}", "--save-interval=2")
+        runs.append(run(replace(spec, script=script, options=options)))
+        check_survived(runs[-1])
+        assert (saves / "latest_checkpointed_iteration.txt").read_text() == "6"
+        assert (saves / "log.txt").read_text().split("\n") == [
+            *("begins", *(f"step {step}" for step in range(6)), "")
+        ]
+    assert entered(runs[1]) == [(0, 1)]
+    for step in (2, 4, 6):
+        first, second = (read_checkpoint(tmp_path / n / f"iter_{step:07d}") for n in ("0", "1"))
+        assert differences(first, second) == []
+
+
+@proves(Kind.RETURN_LOSS, Promise.EQUAL, victim="1", moment="5:forward")
+def test_more_are_lost_once_one_has_come_back(run: Launch, reference: Reference) -> None:
+    spec = replace(VERBS, options=(*VERBS.options, SEED), script=own_loop.__file__, steps=9)
+    spec = replace(
+        spec,
+        respawn=2,
+        kills=("1@2:backward", "0@4:optimizer", "1.1@5:forward"),
+        changes=("+1@4", "+0@5", "+1@7"),
+    )
+    survived = run(spec)
+    check_equal(survived, reference(replace(VERBS, steps=9)))
+    assert entered(survived) == [(1, 1), (0, 1), (1, 2)]
+
+
+@proves(Kind.NEWCOMER, Promise.EQUAL, victim="1.1", moment="0:move")
+def test_it_is_lost_again_while_it_enters(run: Launch, reference: Reference) -> None:
+    spec = replace(spec_of(1, "backward"), steps=9, respawn=2, awaits=((4, 1), (6, 2)))
+    survived = run(replace(spec, kills=(*spec.kills, "1.1@0:move")))
+    check_equal(survived, reference(replace(VERBS, steps=9)))
+    assert entered(survived) == [(1, 2)]
+
+
+@proves(Kind.IN_RECOVERY, Promise.EQUAL, victim="0", moment="4:move")
+def test_the_last_that_knows_the_loop_is_lost_while_another_enters(
+    run: Launch, reference: Reference
+) -> None:
+    """The results of its calls lie with the snapshots."""
+    spec = replace(coming_back(1), nproc=2, respawn=5)
+    survived = run(replace(spec, kills=(*spec.kills, "0@4:move")))
+    check_equal(survived, reference(replace(VERBS, nproc=2)))
+    assert entered(survived) == [(1, 1)]
+
+
+_RESUMES = """\
+    tracker = Path(args.save) / "latest_checkpointed_iteration.txt"
+    if tracker.exists():
+        dist_checkpointing.load(
+            {"iteration": 0}, str(Path(args.save) / f"iter_{int(tracker.read_text()):07d}")
+        )
+"""
+_FETCH = "    forward_backward = get_forward_backward_func()\n"
+OTHERWISE: dict[str, tuple[tuple[Change, ...], str]] = {
+    "it goes on from the newest checkpoint": (
+        ((_FETCH, _RESUMES + _FETCH),),
+        "this worker came later, and its script has loaded",
+    ),
+    "another order of calls": (
+        (
+            (
+                _LOOP,
+                '    begun = (Path(args.save) / "begun").exists()\n'
+                "    torch.distributed.barrier()\n"
+                "    os.makedirs(Path(args.save) / 'begun', exist_ok=True)\n" + _LOOP,
+            ),
+            (TRAINS, TRAINS + "        if begun:\n            torch.distributed.barrier()\n"),
+        ),
+        "its script calls barrier where those of the others called",
+    ),
+}
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="1", moment="2:backward")
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_one_that_does_otherwise_stays_away(
+    run: Launch, reference: Reference, tmp_path: Path, what: str
+) -> None:
+    changes, sentence = OTHERWISE[what]
+    script = own_loop.write(tmp_path, *changes)
+    options = (*VERBS.options, SEED, f"--save={tmp_path / 'saves'}", "--save-interval=2")
+    spec = replace(spec_of(1, "backward"), script=script, options=options, respawn=1, steps=8)
+    survived: Outcome = run(replace(spec, awaits=((4, 1),), failing=(1,)))
+    check_survived(survived)
+    assert survived.output.count(sentence) == 1
+    assert "Traceback" not in survived.output
+    assert len(validation_of(survived)) >= 8
+
+
+@proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="3:save")
+def test_a_stage_of_a_pipeline_that_is_lost_in_a_save(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    options = (*VERBS.options, SEED, *PP2, f"--save={tmp_path}", "--save-interval=2")
+    spec = replace(coming_back(2), kills=(f"2@4:{SAVE_PHASE}",), changes=("+2@5",))
+    survived = run(replace(spec, options=options))
+    check_equal(survived, reference(replace(VERBS, options=(*VERBS.options, *PP2))))
+    assert entered(survived) == [(2, 1)]
