@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -163,9 +164,9 @@ def test_a_state_is_built_again_where_the_script_has_put_it() -> None:
 
     def outer() -> dict[str, Any]:
         # As the wrapper of a model asks the model, which is guarded as well.
-        return {"of": view["name"], **states.build(lambda: {"inner": 1}, 1)}
+        return {"of": view["name"], **states.build(partial(dict, inner=1), 1)}
 
-    state = states.build(outer, 1)
+    state = states.build(partial(outer), 1)
     state["iteration"] = 4
     view["name"] = "b"
     states.renew(1)
@@ -176,6 +177,28 @@ def test_a_state_is_built_again_where_the_script_has_put_it() -> None:
     view["name"] = "c"
     states.renew(3)
     assert state["of"] == "b"
+
+
+def test_a_copy_of_a_state_is_built_again_too() -> None:
+    """In another dict, nested, in part, or as an argument of the state that is built behind it."""
+    states, view = StatesToSave(), {"layers": [0, 1]}
+
+    def model() -> dict[str, Any]:
+        return {f"layer {n}": object() for n in view["layers"]} | {"kind": "gpt"}
+
+    def optimizer(of: dict[str, Any]) -> dict[str, Any]:
+        return {"of": [*of.values()]}
+
+    first = states.build(partial(model), 1)
+    saved = {"models": [{**first}], "part": {"layer 0": first["layer 0"]}, "step": 3}
+    saved["optimizer"] = states.build(partial(optimizer, {**first, "step": 3}), 1)
+    old, view["layers"] = set(map(id, first.values())), [0, 1, 2]
+    states.renew(2, saved)
+    layers = {name: one for name, one in first.items() if name != "kind"}
+    assert len(layers) == 3 and not old & set(map(id, layers.values()))
+    assert saved["models"] == [{**layers, "kind": "gpt"}] and saved["step"] == 3
+    assert saved["part"] == {"layer 0": layers["layer 0"]}
+    assert {*saved["optimizer"]["of"]} == {*layers.values(), "gpt", 3}
 
 
 def test_the_first_loss_of_a_report_counts() -> None:

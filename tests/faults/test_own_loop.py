@@ -105,14 +105,25 @@ def test_lines_that_stand_between_the_calls(
     check_equal(survived, reference(spec.undisturbed()))
 
 
+_SAVES = "    dist_checkpointing.save(state, str(path))"
+COPIES: dict[str, tuple[Change, ...]] = {
+    "the states themselves": (),
+    "copies of them": (
+        (_SAVES, "    state = {name: {**one} for name, one in state.items()}\n" + _SAVES),
+    ),
+}
+
+
 @proves(Kind.KILL_IN_SAVE, Promise.WHOLE, victim="2", moment="4:save")
-def test_its_checkpoints_are_those_without_a_loss(run: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", COPIES)
+def test_its_checkpoints_are_those_without_a_loss(run: Launch, tmp_path: Path, what: str) -> None:
     """Its validation losses, too, which it sums up itself."""
-    runs = []
+    script, runs = own_loop.write(tmp_path, *COPIES[what]), []
     for kills in ((), (f"2@4:{SAVE_PHASE}",)):
         saves = tmp_path / str(len(runs))
         options = (*VERBS.options, SEED, f"--save={saves}", "--save-interval=2")
-        runs.append(run(replace(spec_of(0, "data"), options=options, kills=kills)))
+        spec = replace(spec_of(0, "data"), script=script, options=options, kills=kills)
+        runs.append(run(spec))
         assert (saves / "latest_checkpointed_iteration.txt").read_text() == "6"
     check_survived(runs[1])
     assert validation_of(runs[0]) == validation_of(runs[1])

@@ -177,11 +177,11 @@ class OwnLoop(ElasticJob):
         return self._calls.of(call, part, is_made=not self._loop.is_lagging)
 
     @ends_in_a_sentence
-    def _save(self, write: Callable[[], None]) -> None:
-        """``dist_checkpointing.save``, which starts again after a loss."""
+    def _save(self, write: Callable[[], None], state: Any) -> None:
+        """``dist_checkpointing.save`` of a state, which starts again after a loss."""
 
         def save() -> None:
-            self._states.renew(self._worker.view.epoch)
+            self._states.renew(self._worker.view.epoch, state)
             write()
 
         with self._body.closed():

@@ -42,8 +42,10 @@ class WholeSaves:
         self.drafts: Drafts | None = None
         # True while this worker builds its model beside the training of the others.
         self.comes_later: Callable[[], bool] = lambda: False
-        # How a save is made that the script calls in its loop itself.
-        self.between_steps: Callable[[Callable[[], None]], object] = lambda write: write()
+        # How a save of a state is made that the script calls in its loop itself.
+        self.between_steps: Callable[[Callable[[], None], Any], object] = lambda write, state: (
+            write()
+        )
         self._inside = False
         # The folders of the checkpoints that the script has loaded.
         self.loaded: list[str] = []
@@ -81,8 +83,10 @@ class WholeSaves:
                     self._inside = False
 
             pointer = None if self._tracker is None else Path(place).with_name(self._tracker)
-            drafts = self.drafts
-            self.between_steps(lambda: drafts.write(Path(place), write, flaw_of, pointer=pointer))
+            drafts, state = self.drafts, call.arguments["sharded_state_dict"]
+            self.between_steps(
+                lambda: drafts.write(Path(place), write, flaw_of, pointer=pointer), state
+            )
             return None
 
         return save
