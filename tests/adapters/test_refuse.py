@@ -34,7 +34,6 @@ DDP_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("use_megatron_fsdp", True),
     ("num_distributed_optimizer_instances", 2),
     ("average_in_collective", True),
-    ("overlap_param_gather", True),
     ("nccl_ub", True),
     ("reduce_scatter_with_fp32_accumulation", True),
 )
@@ -201,7 +200,7 @@ def test_every_setting_of_the_table_is_among_these() -> None:
         for experts in (False, True)
     ]
     # What does not have one carried value is refused by the code beside the table.
-    assert tested[0] | later == in_table[0] | {"overlap_param_gather"}
+    assert tested[0] | later == in_table[0]
     assert tested[1] == in_table[1] | {
         "moe_router_load_balancing_type",
         "expert_tensor_parallel_size",

@@ -33,6 +33,7 @@ from elaswave_plugin.adapters.megatron.schedule_calls import (
 )
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
+from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
 from elaswave_plugin.adapters.megatron.step.data import (
     KeyedBatches,
     check_lengths,
@@ -238,6 +239,8 @@ class ElasticJob:
         self._saves.drafts = steps.drafts
         self._loop = self._call_log(steps)
         self._body = LoopBody(self._loop, self._calls)
+        loop, sealed = self._loop, self._state.sealed
+        guard_gathers(chunks, is_inside=lambda: loop.is_inside, run=self._gather, sealed=sealed)
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,
@@ -253,6 +256,10 @@ class ElasticJob:
         self._recording.attached(
             num_microbatches=self._num_microbatches, micro_batch_size=self._micro_batch_size
         )
+
+    def _gather(self, gather: Callable[[], object]) -> None:
+        with self._body.closed():
+            self._loop.run(gather)
 
     def _call_log(self, steps: GuardedSteps) -> CallLog:
         return CallLog(steps)

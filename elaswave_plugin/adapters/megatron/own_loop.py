@@ -170,6 +170,11 @@ class OwnLoop(ElasticJob):
             self._versions = self._present_versions()
         return returned
 
+    @ends_in_a_sentence
+    def _gather(self, gather: Callable[[], object]) -> None:
+        with self._body.closed():
+            self._calls.of("start_param_sync", partial(self._loop.run, gather))
+
     def _part(self, call: str, work: Callable[[], Any]) -> Any:
         """Make a call inside of the step, or pass over it where the others have made the step."""
         self._loop.arrive()

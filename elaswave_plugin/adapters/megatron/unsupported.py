@@ -27,15 +27,12 @@ _OF_MAMBA = ("MambaLayer",)
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
 
 
-def check_supported(
-    chunks: Sequence[Any], optimizer: Any, *, overlaps_param_gather: bool = False
-) -> DistributedOptimizer:
+def check_supported(chunks: Sequence[Any], optimizer: Any) -> DistributedOptimizer:
     """Return the one distributed optimizer of a supported job with these model chunks.
 
-    ``overlaps_param_gather``: whether the loop may gather weights in the forward pass.
     Raises ConfigurationError naming every unsupported setting.
     """
-    problems = (one for chunk in chunks for one in _model_problems(chunk, overlaps_param_gather))
+    problems = (one for chunk in chunks for one in _model_problems(chunk))
     refuse(dict.fromkeys(problems))
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chained) != 1 or not isinstance(chained[0], DistributedOptimizer):
@@ -116,7 +113,7 @@ def _unsupported(setting: str, seen: object, wanted: object) -> str:
     return f"{setting} is {seen}, and elaswave_plugin carries {wanted}; change it to attach"
 
 
-def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
+def _model_problems(model: Any) -> Iterator[str]:
     if not isinstance(model, DistributedDataParallel):
         yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
         return
@@ -143,8 +140,6 @@ def _model_problems(model: Any, overlaps_param_gather: bool) -> Iterator[str]:
     dtypes = sorted({str(buffer.param_dtype) for buffer in model.buffers})
     if len(dtypes) != 1:
         yield _unsupported("the dtype of the parameters", " and ".join(dtypes), "one dtype")
-    if ddp.overlap_param_gather and not overlaps_param_gather:
-        yield _unsupported("overlap_param_gather", True, False)
     if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
         # It takes a gradient whose sums only torch's own switch puts in order.
         yield _unsupported(

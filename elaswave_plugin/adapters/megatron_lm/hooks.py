@@ -305,26 +305,6 @@ class Hooks:
 
         return checkpoint_and_decide_exit
 
-    def enable_forward_pre_hook(self, native: Native) -> Native:
-        """A worker that came later has them before its first step, as the others do."""
-
-        @wraps(native)
-        def enable_forward_pre_hook(model_chunks: Any) -> None:
-            native([one for one in model_chunks if not one.remove_forward_pre_hook_handles])
-
-        return enable_forward_pre_hook
-
-    def disable_forward_pre_hook(self, native: Native) -> Native:
-        """The hooks go once; gathering the weights can start again."""
-
-        @wraps(native)
-        def disable_forward_pre_hook(model_chunks: Any, param_sync: bool = True) -> None:
-            native(model_chunks, param_sync=False)
-            if param_sync:
-                self._joined.gather_weights(model_chunks)
-
-        return disable_forward_pre_hook
-
     def timer(self, native: Native) -> Native:
         """A timer's barrier is a piece of the loop."""
 

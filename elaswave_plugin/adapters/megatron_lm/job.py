@@ -22,6 +22,7 @@ from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_supported
@@ -142,7 +143,7 @@ class LmJob:
 
     def take_optimizer(self, chunks: Sequence[Any], optimizer: Any, overrides: Any) -> None:
         """Cut the state again before a checkpoint is loaded into it."""
-        distributed = check_supported(chunks, optimizer, overlaps_param_gather=True)
+        distributed = check_supported(chunks, optimizer)
         PlainCheckpoints(optimizer, distributed)
         self._legacy = LegacyOptimizer(
             optimizer, distributed, is_named=self._script.names_distributed_optimizer
@@ -215,7 +216,7 @@ class LmJob:
             worker,
             chunks=chunks,
             optimizer=optimizer,
-            distributed_optimizer=check_supported(chunks, optimizer, overlaps_param_gather=True),
+            distributed_optimizer=check_supported(chunks, optimizer),
             scheduler=scheduler,
             prepare=self._prepare,
             shard=self._shard,
@@ -253,6 +254,12 @@ class LmJob:
         )
         self._saves.drafts = steps.drafts
         self._loop = CallLog(steps, knowledge=self.variables)
+        guard_gathers(
+            chunks,
+            is_inside=lambda: self._loop is not None and self._loop.is_inside,
+            run=self.run,
+            sealed=self._state.sealed,
+        )
         self._save_last()
         self._loop.start()
         self._loop.enter()
@@ -448,16 +455,6 @@ class LmJob:
                 return work()
 
         return self._loop.run(whole, phase=phase)
-
-    def gather_weights(self, chunks: Sequence[Any]) -> None:
-        """Gather the weights that the next forward pass would have gathered; no change of them."""
-
-        def gather() -> None:
-            for chunk in chunks:
-                chunk.start_param_sync(force_sync=True)
-            self._state.sealed()
-
-        self.run(gather)
 
     def save_legacy(self, saves: LegacySaves, place: Path, write: Callable[[], None]) -> None:
         """Save in the format torch, whose files are those of the launch's stages."""

@@ -195,18 +195,6 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
             "train_data_iterator",
         ),
         _record(f"{_TRAINING}:print_datetime", hooks.piece, again, "string", "override_timestamp"),
-        _record(
-            f"{_TRAINING}:disable_forward_pre_hook",
-            hooks.disable_forward_pre_hook,
-            "it gathers the weights, which starts again after a recovery",
-            *("model_chunks", "param_sync"),
-        ),
-        _record(
-            f"{_TRAINING}:enable_forward_pre_hook",
-            hooks.enable_forward_pre_hook,
-            "a worker that comes back gathers weights in its first step, as the others do",
-            "model_chunks",
-        ),
         *(
             record(
                 f"megatron.core.timers:Timer.{name}",
