@@ -14,7 +14,6 @@ import torch
 from torch.utils import _pytree
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.detached import detached_copy
 from elaswave_plugin.values.packed import packed, unpacked
 
 _WHAT = "what the calls of the script's loop returned"
@@ -56,13 +55,16 @@ class CallRecord:
         """Note what a call has returned to the script; values that are not plain end the record."""
         if self._flaw is not None:
             return
-        self._newest.append((call, self._draws(), detached_copy(returned)))
+        kept = _pytree.tree_map_only(torch.Tensor, _copy, returned)
+        self._newest.append((call, self._draws(), kept))
         if len(self._newest) == _BLOCK:
             self._pack()
 
     def _pack(self) -> None:
-        calls = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, self._newest)
-        self._newest = []
+        calls, self._newest = self._newest, []
+        if torch.cuda.is_initialized():
+            # Here, not at each call, as the host would wait for the device there.
+            calls = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, calls)
         try:
             self._blocks.append(zlib.compress(packed(calls, _WHAT), 1))
         except ConfigurationError as flaw:
@@ -126,3 +128,7 @@ class CallRecord:
         while self._blocks_coming and not self._coming:
             block = zlib.decompress(self._blocks_coming.popleft())
             self._coming.extend(map(tuple, unpacked(block, _WHAT)))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
