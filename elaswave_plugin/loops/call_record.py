@@ -62,7 +62,7 @@ class CallRecord:
 
     def _pack(self) -> None:
         calls, self._newest = self._newest, []
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_available():
             # Here, not at each call, as the host would wait for the device there.
             calls = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, calls)
         try:
