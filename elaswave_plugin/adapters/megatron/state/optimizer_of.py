@@ -12,7 +12,8 @@ from elaswave_plugin.errors import ConfigurationError
 def optimizer_of(model: Any) -> Any:
     """The outermost optimizer of these chunks, among the objects that Python's collector has.
 
-    Raises ConfigurationError where there is none, or more than one.
+    Raises ConfigurationError where there is none, or more than one. One of torch's is none: it
+    finds no gradients, which are in main_grad (findings/torch_adam_over_ddp_trains_nothing.sh).
     """
     chunks = {id(chunk) for chunk in chunks_of(model)}
     there = [one for one in gc.get_objects() if issubclass(type(one), MegatronOptimizer)]
@@ -25,7 +26,8 @@ def optimizer_of(model: Any) -> Any:
     if len(found) != 1:
         raise ConfigurationError(
             f"{len(found)} optimizers of Megatron-Core have the model that forward_backward trains,"
-            " wanted one: write optimizer = get_megatron_optimizer(config, [model]) before it"
+            " wanted one: write optimizer = get_megatron_optimizer(config, [model]) before it (one of"
+            " torch's changes no weight of such a model)"
         )
     return found[0]
 
