@@ -142,6 +142,14 @@ BAD: dict[str, tuple[Change, str]] = {
         ("iter(loader(train)), loader(valid)", "(one for one in loader(train)), loader(valid)"),
         "data_iterator is a generator, of which a lost worker's batches are gone",
     ),
+    "an optimizer of torch's": (
+        (
+            "    optimizer, scheduler = build_optimizer(args, model)\n",
+            "    optimizer = torch.optim.Adam(model[0].parameters(), lr=args.lr)\n"
+            "    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)\n",
+        ),
+        "torch's own change no weight of such a model",
+    ),
     "two updates of one pass": (
         (_UPDATE, _UPDATE + "        optimizer.step()\n"),
         "optimizer.step() is called, and forward_backward has trained nothing since",

@@ -26,8 +26,8 @@ def optimizer_of(model: Any) -> Any:
     if len(found) != 1:
         raise ConfigurationError(
             f"{len(found)} optimizers of Megatron-Core have the model that forward_backward trains,"
-            " wanted one: write optimizer = get_megatron_optimizer(config, [model]) before it (one of"
-            " torch's changes no weight of such a model)"
+            " wanted one: write optimizer = get_megatron_optimizer(config, [model]) before it, as"
+            " torch's own change no weight of such a model"
         )
     return found[0]
 
