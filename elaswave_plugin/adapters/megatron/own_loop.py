@@ -33,8 +33,7 @@ from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream,
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.step.dataflow import Samples
+from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
@@ -317,17 +316,21 @@ class OwnLoop(ElasticJob):
 
     def _own_reports(self, numbers: Sequence[int], reports: list[Any], count: int) -> list[Any]:
         """Those of this worker's micro-batches at the launch, which others may have run."""
-        flow = self._microbatches.flow
-        if flow.is_healthy:
+        width = self._width
+        if self._microbatches.flow.is_healthy:
             return reports
+        of = partial(replica_microbatches, num_replicas=width, num_microbatches=count * width)
         told = dict(zip(numbers, reports, strict=True))
-        if isinstance(flow, PipelineFlow):
-            # With data parallelism alone a worker runs its own as well as others.
+        if not self._run_their_own(of, count * width):
             told = {number: one for mine in gathered([*told.items()]) for number, one in mine}
-        own = replica_microbatches(
-            self.replica, num_replicas=self._width, num_microbatches=count * self._width
+        return [told[number] for number in of(self.replica)]
+
+    def _run_their_own(self, of: Callable[[int], Sequence[int]], count: int) -> bool:
+        """Return whether each worker runs its own micro-batches of a batch, beside others."""
+        flow, slots = self._worker.flow_of(count), self._worker.launch_slots
+        return isinstance(flow, Dataflow) and all(
+            {*of(slots.index(slot))} <= {*flow.microbatches(slot)} for slot in self._worker.ranks
         )
-        return [told[number] for number in own]
 
     @ends_in_a_sentence
     def _update(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
