@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,18 @@ def seed_host(key: int) -> None:
     random.seed(key)
 
 
+def host_states() -> tuple[Any, ...]:
+    """Return the states of all of them."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_host(states: tuple[Any, ...]) -> None:
+    """Have all of them go on from states that they had."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
 @contextmanager
 def undone_draws() -> Iterator[None]:
     """Put back those of the host and of the accelerator, so that the same numbers come again."""
@@ -26,10 +39,8 @@ def undone_draws() -> Iterator[None]:
 @contextmanager
 def undone_numbers() -> Iterator[None]:
     """Put all of them back after the draws inside."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = host_states()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        set_host(states)

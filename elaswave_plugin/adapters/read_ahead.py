@@ -58,6 +58,27 @@ _SETTINGS = (
 )
 
 
+def read_in_processes(
+    read: Callable[[Any], Any],
+    requests: Callable[[], Iterator[Any]],
+    *,
+    like: "torch.utils.data.DataLoader[Any]",
+    persistent_workers: bool = False,
+) -> "torch.utils.data.DataLoader[Any]":
+    """Make a DataLoader of what is read by requests, with processes like those of another."""
+    requested: Any = Requested(read)
+    return torch.utils.data.DataLoader(
+        requested,
+        batch_size=None,
+        sampler=_Requests(requests),
+        collate_fn=_as_it_is,
+        persistent_workers=persistent_workers,
+        # Its own, so that those of the script draw what they would without us.
+        generator=torch.Generator(),
+        **{name: getattr(like, name) for name in _SETTINGS},
+    )
+
+
 class ReadAhead:
     """Serves batches by key; processes read those that are expected, if there are any."""
 
@@ -79,20 +100,11 @@ class ReadAhead:
         self._expected: deque[tuple[Key, Any]] = deque()
         self._begin: Key | None = None
         self._arriving: Iterator[Any] = iter(())
-        self._loader = None if like is None or not like.num_workers else self._like(like)
-
-    def _like(self, like: "torch.utils.data.DataLoader[Any]") -> "torch.utils.data.DataLoader[Any]":
-        requested: Any = _Requested(self._read)
-        return torch.utils.data.DataLoader(
-            requested,
-            batch_size=None,
-            sampler=_Requests(self._requests),
-            collate_fn=_as_it_is,
-            persistent_workers=True,
-            # Its own, so that those of the script draw what they would without us.
-            generator=torch.Generator(),
-            **{name: getattr(like, name) for name in _SETTINGS},
-        )
+        self._loader = None
+        if like is not None and like.num_workers:
+            self._loader = read_in_processes(
+                read, self._requests, like=like, persistent_workers=True
+            )
 
     def take(self, key: Key, request: Any) -> Any:
         """The batch of ``key``, to be read by ``request``; the caller may change it."""
@@ -138,7 +150,7 @@ class _Requests:
         return self._requests()
 
 
-class _Requested:
+class Requested:
     """A dataset for a DataLoader: one item a request."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:

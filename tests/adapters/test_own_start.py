@@ -4,20 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elaswave_plugin import megatron_core
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
-from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, check_iterator
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.megatron.world import leave_start_to_script
-from elaswave_plugin.errors import ConfigurationError
 
 SAMPLES = [torch.tensor(number) for number in range(24)]
 
@@ -79,84 +75,6 @@ def test_attach_puts_back_what_makes_the_world(monkeypatch: pytest.MonkeyPatch) 
     assert dist.init_process_group is native
     leave_start_to_script()
     assert dist.init_process_group is native
-
-
-def batches(stream: ReplicaStream, replica: int, *, first: int, count: int) -> list[list[int]]:
-    found = []
-    for number in range(count):
-        stream.deliver(first, replica, number)
-        found.append(next(stream).tolist())
-    return found
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_stream_gives_what_each_replica_would_have(shuffle: bool) -> None:
-    def loader(replica: int) -> Any:
-        sampler = DistributedSampler(SAMPLES, num_replicas=3, rank=replica, shuffle=shuffle, seed=5)
-        return DataLoader(SAMPLES, batch_size=2, sampler=sampler)
-
-    iterator = iter(loader(1))
-    next(iterator)
-    stream = ReplicaStream(iterator, number=0, mine={1}, num_replicas=3, seed=9)
-    assert stream.take(3) == 1
-    for replica in range(3):
-        wanted = [batch.tolist() for batch in loader(replica)]
-        assert batches(stream, replica, first=1, count=3) == wanted[1:4]
-        # Again, as a step that is made again reads it, and what lies before.
-        assert batches(stream, replica, first=0, count=2) == wanted[:2]
-    stream.deliver(4, 0, 0)
-    with pytest.raises(StopIteration):
-        next(stream)
-    with pytest.raises(ConfigurationError, match="called twice"):
-        next(stream)
-    next(iterator)
-    with pytest.raises(ConfigurationError, match="reads from an iterator between calls"):
-        stream.take(1)
-
-
-def test_a_random_order_is_the_same_on_every_worker() -> None:
-    streams = [
-        ReplicaStream(
-            iter(DataLoader(SAMPLES, batch_size=4, shuffle=True)),
-            number=2,
-            mine={mine},
-            num_replicas=2,
-            seed=9,
-        )
-        for mine in (0, 1)
-    ]
-    for replica in (0, 1):
-        first, second = (batches(one, replica, first=0, count=6) for one in streams)
-        assert first == second and sorted(chain(*first)) == [*range(24)]
-    assert batches(streams[0], 0, first=0, count=6) != batches(streams[0], 1, first=0, count=6)
-
-
-class Curriculum:
-    """A sampler that knows no replica."""
-
-    def __iter__(self) -> Any:
-        return iter(range(24))
-
-    def __len__(self) -> int:
-        return 24
-
-
-def test_what_no_other_worker_could_read_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="data_iterator is a list_iterator"):
-        check_iterator(iter([1]))
-    kept = DataLoader(SAMPLES, num_workers=1, persistent_workers=True)
-    with pytest.raises(ConfigurationError, match="persistent_workers is True"):
-        check_iterator(iter(kept))
-    own: Any = BatchSampler(Curriculum(), 2, drop_last=False)  # type: ignore[arg-type]
-    others = DistributedSampler(SAMPLES, num_replicas=3, rank=0)
-    for loader, said in (
-        (DataLoader(SAMPLES, batch_sampler=own), "draws from a Curriculum"),
-        (DataLoader(SAMPLES, sampler=others), "num_replicas is 3, and there are 2"),
-    ):
-        iterator = iter(loader)
-        check_iterator(iterator)
-        with pytest.raises(ConfigurationError, match=said):
-            ReplicaStream(iterator, number=0, mine={0}, num_replicas=2, seed=0)
 
 
 def test_a_state_is_built_again_where_the_script_has_put_it() -> None:

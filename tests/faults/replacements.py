@@ -32,7 +32,7 @@ PLAIN = (
     ("job.bind(model, optimizer, scheduler, train_iters=args.train_iters)", "pass"),
     (
         "= job.batches(train), job.batches(valid)",
-        f"= __import__('itertools').cycle({_LOADER}), None",
+        f"= __import__('itertools').cycle([*{_LOADER}]), None",
     ),
     (_FB, f"partial(get_forward_backward_func(), num_microbatches={_COUNT}, forward_only=False)"),
     (_LOOP, f"{_PLAIN_LOOP}\n    for iteration, report in []:"),

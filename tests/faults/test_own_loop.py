@@ -12,7 +12,7 @@ from tests.convoys import Convoy, convoys
 from tests.faults import own_loop
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
-from tests.faults.own_scripts import Change
+from tests.faults.own_scripts import Change, before_model
 from tests.proofs import Kind, Promise, proves
 
 SEED = "--elaswave-seed=1234"
@@ -34,6 +34,7 @@ FORMS = (PP2, TP2, FP16)
 _PASSES = "        losses = forward_backward(data_iterator=per_chunk(train_batches)"
 _UPDATE = "        _, grad_norm, _ = optimizer.step()\n"
 TRAINS = "        losses, grad_norm = train_step()\n"
+_ITERATOR = "iter(loader(train)), loader(valid)"
 LINES: dict[str, tuple[tuple[Change, ...], str]] = {
     "another iterator for each two steps": (
         (
@@ -65,6 +66,40 @@ LINES: dict[str, tuple[tuple[Change, ...], str]] = {
         "1@2:reduce",
     ),
 }
+
+
+_FUNCTIONS = """\
+def by_epoch(loader):
+    epoch = 0
+    while True:
+        loader.sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+def moved(batches):
+    for batch in batches:
+        yield {name: tensor.cuda() for name, tensor in batch.items()}
+
+
+"""
+# Of each: what makes the iterator, over a loader whose second epoch begins with the third step.
+MADE = {
+    "a generator": "by_epoch(few)",
+    "a generator that moves its batches": "moved(by_epoch(few))",
+    "itertools.cycle": "__import__('itertools').cycle(few)",
+}
+
+
+def reading(made: str, *, num_workers: int) -> tuple[Change, ...]:
+    """An iterator in place of one pass over a loader, in an order that is another each epoch."""
+    dataset = "torch.utils.data.Subset(train, range(16))"
+    return (
+        before_model(_FUNCTIONS),
+        (_ITERATOR, f"{made.replace('few', f'loader({dataset})')}, loader(valid)"),
+        ("shuffle=False", "shuffle=True"),
+        ("sampler=sampler)", f"sampler=sampler, num_workers={num_workers})"),
+    )
 
 
 def validation_of(run: Outcome) -> list[str]:
@@ -105,6 +140,19 @@ def test_lines_that_stand_between_the_calls(
     check_equal(survived, reference(spec.undisturbed()))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1, 3", moment="2:backward, 4:data")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("made", MADE)
+def test_iterators_that_go_on_over_a_loader(
+    run: Launch, reference: Reference, tmp_path: Path, made: str, num_workers: int
+) -> None:
+    """Two losses in a later epoch, whose order the generator sets."""
+    changes = reading(MADE[made], num_workers=num_workers)
+    spec = replace(spec_of(1, "backward"), script=own_loop.write(tmp_path, *changes))
+    survived = run(replace(spec, kills=("1@2:backward", "3@4:data")))
+    check_equal(survived, reference(spec.undisturbed()))
+
+
 _SAVES = "    dist_checkpointing.save(state, str(path))"
 COPIES: dict[str, tuple[Change, ...]] = {
     "the states themselves": (),
@@ -138,9 +186,17 @@ BAD: dict[str, tuple[Change, str]] = {
         (_UPDATE, "        model[0].buffers[0].grad_data.mul_(0.5)\n" + _UPDATE),
         "the script changes gradients or weights between forward_backward and optimizer.step()",
     ),
-    "an iterator of its own": (
-        ("iter(loader(train)), loader(valid)", "(one for one in loader(train)), loader(valid)"),
-        "data_iterator is a generator, of which a lost worker's batches are gone",
+    "batches in memory": (
+        (_ITERATOR, "iter([*loader(train)]), loader(valid)"),
+        "data_iterator is a list_iterator, of which a lost worker's batches are gone",
+    ),
+    "a generator that knows its rank": (
+        (
+            "train_batches, valid_loader = iter(loader(train))",
+            "rank = torch.distributed.get_rank()\n    train_batches, valid_loader ="
+            " (one for one in loader(train) if rank >= 0)",
+        ),
+        "data_iterator is a generator that is made of other things on rank 1 than on rank 0",
     ),
     "an optimizer of torch's": (
         (

@@ -16,10 +16,12 @@ from tests.faults.test_join import entered
 from tests.faults.test_own_loop import (
     FORMS,
     LINES,
+    MADE,
     PP2,
     SEED,
     TRAINS,
     VERBS,
+    reading,
     spec_of,
     validation_of,
 )
@@ -86,6 +88,20 @@ def test_lines_that_stand_between_the_calls(
     survived = run(spec)
     check_equal(survived, reference(spec.undisturbed()))
     assert entered(survived) == [(1, 1)]
+
+
+@proves(Kind.RETURN, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize("slot", [0, 2])
+@pytest.mark.parametrize("made", MADE)
+def test_iterators_that_go_on_over_a_loader(
+    run: Launch, reference: Reference, tmp_path: Path, made: str, slot: int
+) -> None:
+    spec = replace(
+        coming_back(slot), script=own_loop.write(tmp_path, *reading(MADE[made], num_workers=0))
+    )
+    survived = run(spec)
+    check_equal(survived, reference(spec.undisturbed()))
+    assert entered(survived) == [(slot, 1)]
 
 
 @proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="2:backward")

@@ -15,6 +15,8 @@ COLLECTIVES = (
 # File, finding, and the reason why it may stay.
 KNOWN: Mapping[tuple[str, str], str] = MappingProxyType(
     {
+        ("adapters/megatron/step/made_again.py", "imports pickle"): "what the same process has"
+        " pickled, as a copy of it; the bytes go nowhere",
         ("checkpoints/archives.py", "imports pickle"): "an Unpickler that builds and calls nothing"
         " that a file names (tests/checkpoints/test_whole.py has one that tries)",
         ("checkpoints/torch_dist.py", "imports pickle"): "torch's own .metadata of a checkpoint on"

@@ -61,7 +61,7 @@ adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapsh
 demo: config core/layout errors ipc observer recovery tracking
 adapters/megatron/step: adapters adapters/megatron/compat adapters/megatron/state
     communicator/groups communicator/links core/layout core/planner core/recovery_plan core/step
-    errors recovery step_state trainer
+    errors recovery step_state trainer values
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops
     loss_terms recovery step_state tracking trainer values

@@ -239,8 +239,7 @@ class ElasticJob:
         self._saves.drafts = steps.drafts
         self._loop = self._call_log(steps)
         self._body = LoopBody(self._loop, self._calls)
-        loop, sealed = self._loop, self._state.sealed
-        guard_gathers(chunks, is_inside=lambda: loop.is_inside, run=self._gather, sealed=sealed)
+        guard_gathers(chunks, self._loop, run=self._gather, sealed=self._state.sealed)
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,

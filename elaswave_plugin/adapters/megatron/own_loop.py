@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state
@@ -28,8 +27,9 @@ from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
+from elaswave_plugin.adapters.megatron.step.made_again import Original
 from elaswave_plugin.adapters.megatron.step.positions import Count
-from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, check_iterator
+from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, Streams
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import ElasticConfig
@@ -98,7 +98,7 @@ class OwnLoop(ElasticJob):
             draws=lambda: self._drawn,
             follow_draws=lambda key: self._settle(*key),
         )
-        self._streams = WeakKeyDictionary[Any, ReplicaStream]()
+        self._streams = Streams()
         self._reports: list[Any] = []
         self._states = StatesToSave()
         # Samples of all training calls so far, by which the ledger numbers them.
@@ -382,18 +382,19 @@ class OwnLoop(ElasticJob):
 
     def _stream_of(self, iterator: Any) -> ReplicaStream:
         """The stream of an iterator that the script gives."""
-        check_iterator(iterator)
-        known = self._streams.get(iterator)
+        known = self._streams.of(iterator)
         if known is None:
+            mine = {self.replica, self.replica or FIRST_SHOWN}
+            original = Original(iterator, mine=mine, num_replicas=self._width)
             known = ReplicaStream(
-                iterator,
+                original,
                 number=self._positions.made,
-                mine={self.replica, self.replica or FIRST_SHOWN},
-                num_replicas=self._width,
                 seed=self._seed,
+                life=lambda: self._worker.view.epoch,
+                passed=partial(self._worker.phases.enter, "data"),
             )
             self._positions.follow(known)
-            self._streams[iterator] = known
+            self._streams.add(iterator, original, known)
         return known
 
 

@@ -254,12 +254,7 @@ class LmJob:
         )
         self._saves.drafts = steps.drafts
         self._loop = CallLog(steps, knowledge=self.variables)
-        guard_gathers(
-            chunks,
-            is_inside=lambda: self._loop is not None and self._loop.is_inside,
-            run=self.run,
-            sealed=self._state.sealed,
-        )
+        guard_gathers(chunks, self._loop, run=self.run, sealed=self._state.sealed)
         self._save_last()
         self._loop.start()
         self._loop.enter()

@@ -5,30 +5,34 @@ A script stops that around an evaluation or a save, which gathers what the last 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 Work = Callable[[], object]
 
 
+class Calls(Protocol):
+    """The calls of a script's loop."""
+
+    @property
+    def is_inside(self) -> bool:
+        """True while a call is being made, which is made again as a whole."""
+        ...
+
+
 def guard_gathers(
-    chunks: Sequence[Any],
-    *,
-    is_inside: Callable[[], bool],
-    run: Callable[[Work], object],
-    sealed: Work,
+    chunks: Sequence[Any], calls: Calls, *, run: Callable[[Work], object], sealed: Work
 ) -> None:
     """Have the gathers that a script asks for made by ``run``; hooks come and go once.
 
-    ``is_inside()``: whether they are a part of a call that is made again as a whole; ``sealed()``
-    says that weights are what was sealed. A worker that comes later has hooks already, and a save
-    that starts again has none any more.
+    ``sealed()`` says that weights are what was sealed. A worker that comes later has hooks already,
+    and a save that starts again has none any more.
     Source: ``DistributedDataParallel.disable_forward_pre_hook`` of Megatron-Core.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
 
             def guard(gather: Work) -> None:
-                if is_inside():
+                if calls.is_inside:
                     gather()
                 else:
                     run(lambda: (gather(), sealed()))

@@ -5,11 +5,12 @@ A script builds them and then saves them, in two calls; a loss in the second mak
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import NoneType
 from typing import Any, NamedTuple
 
 State = dict[str, Any]
 # Values that several objects of a script may be, with no state in them.
-_SHARED = (int, float, complex, str, bytes, type(None))
+_SHARED = (int, float, complex, str, bytes, NoneType)
 
 
 class _Built(NamedTuple):

@@ -1,97 +1,75 @@
-"""The batches of every replica, from an iterator over a DataLoader that one of them was given."""
+"""The batches of every replica, from an iterator over DataLoaders that one of them was given."""
 
 import copy
-from collections.abc import Collection, Iterator
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils import _pytree
 
-from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
+from elaswave_plugin.adapters.megatron.step.loader_source import Request
+from elaswave_plugin.adapters.megatron.step.made_again import Original
+from elaswave_plugin.adapters.megatron.step.replica_run import ReplicaRun
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.gathered import gathered
 
-# Index lists that are kept of each replica's order.
+# Items that are kept of each replica, where they are not read.
 _REMEMBERED = 1024
-# What samplers call the replica that they draw for: torch's, and Megatron-LM's.
-_REPLICA = ("rank", "data_parallel_rank")
-_ADVICE = (
-    "give forward_backward iter(loader) of a torch DataLoader with shuffle=True or False, a"
-    " DistributedSampler, or a sampler with the attribute data_parallel_rank"
-)
-
-
-def check_iterator(iterator: Any) -> None:
-    """Raise ConfigurationError for an iterator that is none over a DataLoader."""
-    if not isinstance(iterator, _BaseDataLoaderIter):
-        raise ConfigurationError(
-            f"data_iterator is a {type(iterator).__name__}, of which a lost worker's batches are"
-            f" gone: {_ADVICE}"
-        )
-    if iterator._persistent_workers:
-        raise ConfigurationError(
-            "the DataLoader's persistent_workers is True, with which the iterators of all epochs"
-            " are one object: leave it out"
-        )
 
 
 class ReplicaStream:
     """The items of an iterator, and of those that the other replicas were given."""
 
     def __init__(
-        self, iterator: Any, *, number: int, mine: Collection[int], num_replicas: int, seed: int
+        self,
+        original: Original,
+        *,
+        number: int,
+        seed: int,
+        life: Callable[[], int],
+        passed: Callable[[], object],
     ) -> None:
-        """``iterator``: as checked, of a replica of ``mine``, the script's ``number``-th.
+        """``original``: of the script's ``number``-th iterator.
 
-        ``seed``: of what the dataset draws, and of a shuffled order that names none.
-
-        Raises ConfigurationError where the batches of other replicas cannot be read.
+        ``seed``: of what the dataset draws, and of a shuffled order that names none; ``life()``: of
+        the workers' view; ``passed()`` is called for each item that a copy passes over.
         """
-        # What has the iterator has the stream.
-        self._iterator, self._yielded = ref(iterator), iterator._num_yielded
-        self.position = self._yielded
+        self._original = original
+        self.position = original.begun
         """The batch of each replica that comes next."""
-        self._orders = [
-            _Order(
-                _of(
-                    iterator._index_sampler,
-                    mine=mine,
-                    replica=one,
-                    num_replicas=num_replicas,
-                    key=draw_key(seed, number, one),
-                )
-            )
-            for one in range(num_replicas)
-        ]
-        self._collate: Any = iterator._collate_fn
-        self._draws = SampleDraws(iterator._dataset, seed)
+        self._key, self._life, self._passed = draw_key(seed, number), life, passed
+        self._digest = original.digest()
+        self._agreed: int | None = None
+        # Whether a copy does something with its batches.
+        self._reads, self._remembered = False, 0
+        self._runs: dict[int, ReplicaRun] = {}
         # The batch that comes next: the call's first, the replica, and its number in the call.
         self._due: tuple[int, int, int] | None = None
-        self._ahead = ReadAhead(self._read, self._request, like=_settings_of(iterator))
+        settings = max((one.settings for one in original.sources), key=lambda one: one.num_workers)
+        self._ahead = ReadAhead(self._read, self._request, like=settings)
 
     def take(self, count: int) -> int:
         """Take the next ``count`` batches of each replica; returns the first one's number.
 
-        Raises ConfigurationError where the script has read from the iterator by itself.
+        Collective over WORLD. Raises ConfigurationError where the workers have other iterators.
         """
-        given = self._iterator()
-        if given is not None and given._num_yielded != self._yielded:
-            raise ConfigurationError(
-                "the script reads from an iterator between calls of forward_backward that it gives"
-                " to these, so that a loss would take others for its batches: make an iterator of"
-                " its own for each"
-            )
+        if self._agreed != (life := self._life()):
+            told = gathered(self._digest)
+            other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
+            if other is not None:
+                raise ConfigurationError(
+                    f"data_iterator is a {self._original.name} that is made of other things on rank"
+                    f" {other} than on rank 0 (a rank, a seed, batches in memory), and who runs the"
+                    " micro-batches of a lost worker would not know its: give all the same, and"
+                    " have the loader's sampler name the replica"
+                )
+            self._agreed = life
         first = self.position
         self.position += count
+        # Of the step before as well.
+        self._remembered = max(self._remembered, 2 * count)
         return first
 
     def deliver(self, first: int, replica: int, number: int) -> None:
@@ -110,95 +88,67 @@ class ReplicaStream:
                 " micro-batch: call it once there"
             )
         key = Key(due[0], due[1:])
-        request = self._request(key)
-        if request is None:
+        found = self._request(key)
+        if found is None:
             raise StopIteration
-        return self._ahead.take(key, request)
+        # The script may change what it is given.
+        return copy.deepcopy(found[0]) if self._reads else self._ahead.take(key, found)
 
-    def _request(self, key: Key) -> tuple[int, list[int]] | None:
+    def _request(self, key: Key) -> list[Any] | None:
+        """Find the item of a key, with a request for each batch in it; None behind the last."""
         assert isinstance(key.part, tuple)
         replica, number = key.part
-        batch = key.place + number
-        indices = self._orders[replica].at(batch)
-        return None if indices is None else (batch * len(self._orders) + replica, indices)
+        number += key.place
+        if not self._reads:
+            try:
+                return self._found(replica, number)
+            except Exception:
+                # The iterator does something with its batches; what is its own comes again.
+                self._reads = True
+                self._runs.clear()
+        return self._found(replica, number)
 
-    def _read(self, request: tuple[int, list[int]]) -> Any:
-        moment, indices = request
-        return self._collate(self._draws.read(indices, moment))
+    def _found(self, replica: int, number: int) -> list[Any] | None:
+        run = self._runs.get(replica)
+        if run is None or (number < run.next and number not in run.known):
+            self._runs[replica] = run = ReplicaRun(
+                self._original,
+                replica=replica,
+                key=draw_key(self._key, replica),
+                reads=self._reads,
+            )
+        run.remembered = self._remembered if self._reads else _REMEMBERED
+        return [run.known[number]] if run.reach(number, self._passed) else None
 
-
-class _Order:
-    """The indices of each batch of one replica, by number."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self._known: dict[int, list[int]] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        self._coming: Iterator[tuple[int, Any]] = enumerate(self._sampler)
-        self._known.clear()
-        self._next = 0
-
-    def at(self, number: int) -> list[int] | None:
-        """Return those of a batch; None behind the last one."""
-        if number < self._next and number not in self._known:
-            self._begin()
-        while number not in self._known:
-            came = next(self._coming, None)
-            if came is None:
-                return None
-            self._known[came[0]] = list(came[1])
-            self._next = came[0] + 1
-            self._known.pop(came[0] - _REMEMBERED, None)
-        return self._known[number]
+    def _read(self, found: list[Any]) -> Any:
+        sources = self._original.sources
+        return _pytree.tree_map_only(Request, lambda one: sources[one.source].read(one), found[0])
 
 
-class _Shuffled:
-    """The order of a RandomSampler, which has none that another worker would know, by a key."""
+class Streams:
+    """The streams of a script's iterators, while it has them."""
 
-    def __init__(self, size: int, key: int) -> None:
-        self._size, self._key = size, key
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Original, ReplicaStream]] = {}
 
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._key)
-        yield from torch.randperm(self._size, generator=generator).tolist()
+    def of(self, iterator: Any) -> ReplicaStream | None:
+        """Find one; raises ConfigurationError where the script has used the iterator by itself."""
+        if id(iterator) not in self._known:
+            return None
+        _, original, stream = self._known[id(iterator)]
+        original.check(iterator)
+        return stream
 
-
-def _of(batches: Any, *, mine: Collection[int], replica: int, num_replicas: int, key: int) -> Any:
-    """The batch sampler of a replica; raises ConfigurationError for one that only it could have."""
-    own = type(batches) is BatchSampler
-    sampler: Any = batches.sampler if own else batches
-    name = next((one for one in _REPLICA if hasattr(sampler, one)), None)
-    if name is None and type(sampler) is SequentialSampler:
-        return batches
-    is_random = type(sampler) is RandomSampler and sampler.generator is None
-    if is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-        order: Any = _Shuffled(sampler.num_samples, key)
-        return BatchSampler(order, batches.batch_size, batches.drop_last)
-    if name is None or getattr(sampler, name) not in mine:
-        wanted = " or ".join(map(str, sorted(mine)))
-        seen = "" if name is None else f" whose {name} is {getattr(sampler, name)}, not {wanted}"
-        raise ConfigurationError(
-            f"the data iterator's loader draws from a {type(sampler).__name__}{seen}, and who runs"
-            f" the micro-batches of a lost worker could not draw its samples: {_ADVICE}"
-        )
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas != num_replicas:
-        raise ConfigurationError(
-            f"the DistributedSampler's num_replicas is {sampler.num_replicas}, and there are"
-            f" {num_replicas} data-parallel replicas: give it their number"
-        )
-    other = copy.copy(sampler)
-    setattr(other, name, replica)
-    return BatchSampler(other, batches.batch_size, batches.drop_last) if own else other
-
-
-def _settings_of(iterator: Any) -> Any:
-    """The settings of the iterator's processes, as `ReadAhead` takes them from a loader."""
-    return SimpleNamespace(
-        num_workers=iterator._num_workers,
-        prefetch_factor=getattr(iterator, "_prefetch_factor", None),
-        worker_init_fn=getattr(iterator, "_worker_init_fn", None),
-        multiprocessing_context=None,
-        timeout=iterator._timeout,
-    )
+    def add(self, iterator: Any, original: Original, stream: ReplicaStream) -> None:
+        """Add one; raises ConfigurationError where it goes on with another's."""
+        for key in [*self._known]:
+            # In the tuple, and as the argument: most iterators cannot be referred to weakly.
+            if sys.getrefcount(self._known[key][0]) <= 2:
+                del self._known[key]
+            elif original.shares(self._known[key][1]):
+                raise ConfigurationError(
+                    f"data_iterator is a {original.name} that goes on with an iterator which an"
+                    " earlier call was given, so that it would begin with the same batches: make"
+                    " one for all calls"
+                )
+        self._known[id(iterator)] = iterator, original, stream
