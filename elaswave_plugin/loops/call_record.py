@@ -98,12 +98,14 @@ class CallRecord:
         self.note(call, returned)
         return returned
 
-    def fill(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Pass over a collective: have in its tensors what the others had in theirs."""
-        theirs = self.pass_over(call)
-        if [one.shape for one in theirs] != [one.shape for one in tensors]:
+    def fill(self, call: str, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+        """Have in the tensors of a collective what the others had in theirs.
+
+        Raises ConfigurationError for tensors of other sizes.
+        """
+        if [one.shape for one in theirs] != [one.shape for one in mine]:
             raise ConfigurationError(self._differs(f"{call} with tensors of other sizes", call))
-        for tensor, value in zip(tensors, theirs, strict=True):
+        for tensor, value in zip(mine, theirs, strict=True):
             tensor.copy_(value)
 
     def _differs(self, mine: str, theirs: str) -> str:

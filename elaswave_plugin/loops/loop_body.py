@@ -7,6 +7,7 @@ so do all. Any other collective that a loss interrupts ends the job with a sente
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +16,8 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.trainer.fatal import end_in_a_sentence, ends_in_a_sentence
+
+_GATHER = "allgather"
 
 
 class LoopBody:
@@ -55,7 +58,7 @@ class LoopBody:
         be made again.
         """
         if self._is_behind or set(group.members) != set(self._worker.view.ranks):
-            return self.note(call, start)
+            return self.note(group, call, (), start)
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]
         root = getattr(args[1], "rootRank", args[1]) if call == "broadcast" else 0
@@ -71,33 +74,47 @@ class LoopBody:
             return started
 
         with self.closed():
-            completed = self._loop.run(work, phase=call)
+            completed: Any = self._loop.run(work, phase=call)
         self._note(call, completed)
         return completed
 
-    def note(self, call: str, start: Callable[[], Any]) -> Any:
+    def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Make a call, and note what it returns; or have in its tensors what the others had there.
 
-        Returns its Work.
+        An all-gather into as many tensors as there were workers at the launch leaves those of lost
+        ones as they are. Returns its Work.
         """
         if self._is_behind:
-            return self._passed_over(call, start)
+            return self._passed_over(group, call, partial(start, *args))
+        slots, there = self._worker.launch_slots, [*group.members]
+        outputs = _gathered_into(args) if call == _GATHER and self._record is not None else []
+        is_wider = len(outputs) == len(slots) > len(there)
+        if is_wider:
+            args = ([outputs[slots.index(slot)] for slot in there], *args[1:])
         with self.closed():
-            started = start()
-        self._note(call, started)
+            started = start(*args)
+        # Others may be there where this is passed over.
+        self._note(call, started, outputs, (slots if is_wider else there) if outputs else None)
         return started
 
     @property
     def _is_behind(self) -> bool:
         return self._loop.is_lagging if self._record is None else self._record.is_behind
 
-    def _note(self, call: str, work: Any) -> None:
+    def _note(
+        self,
+        call: str,
+        work: Any,
+        tensors: Sequence[torch.Tensor] = (),
+        slots: Sequence[int] | None = None,
+    ) -> None:
+        """Note what is in the tensors of a call; ``slots``: of whom each is."""
         if self._record is not None:
             work.wait()
-            self._record.note(call, work.result())
+            self._record.note(call, [slots, [*tensors] or work.result()])
 
     @ends_in_a_sentence
-    def _passed_over(self, call: str, start: Callable[[], Any]) -> Any:
+    def _passed_over(self, group: Any, call: str, start: Callable[[], Any]) -> Any:
         """Have a call answered here, and by what the others had there, if that is known."""
         links = self._worker.links
         before, links.detached = links.detached, True
@@ -106,9 +123,15 @@ class LoopBody:
                 started = start()
         finally:
             links.detached = before
-        tensors = [one.detach() for one in started.result()]
         if self._record is not None:
-            self._record.fill(call, tensors)
+            slots, theirs = self._record.pass_over(call)
+            mine = [one.detach() for one in started.result()]
+            if slots is not None:
+                known, here = dict(zip(slots, theirs, strict=True)), [*group.members]
+                both = [slot for slot in here if slot in known]
+                mine = [mine[here.index(slot)] for slot in both]
+                theirs = [known[slot] for slot in both]
+            self._record.fill(call, mine, theirs)
         return started
 
     def interrupted(self, call: str) -> NoReturn:
@@ -125,3 +148,8 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     if not args or not isinstance(args[0], torch.Tensor | list | tuple):
         return []
     return [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
+
+
+def _gathered_into(args: Sequence[Any]) -> list[torch.Tensor]:
+    outputs = args[0]
+    return [*outputs] if isinstance(outputs[0], torch.Tensor) else [*outputs[0]]

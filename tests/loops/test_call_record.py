@@ -81,11 +81,12 @@ def test_another_call_is_a_sentence(before: int) -> None:
 
 
 def test_tensors_of_other_sizes_are_a_sentence() -> None:
-    first, later = Script(), Script()
-    first.record.note("allgather", [torch.ones(2)] * 3)
-    later.record.learn(told(first))
-    with pytest.raises(ConfigurationError, match="with tensors of other sizes"):
-        later.record.fill("allgather", [torch.zeros(2)] * 4)
+    record, mine = Script().record, [torch.zeros(2) for _ in range(3)]
+    record.fill("allgather", mine, [torch.ones(2)] * 3)
+    assert all(one.tolist() == [1, 1] for one in mine)
+    for theirs in ([torch.ones(2)] * 4, [torch.ones(3)] * 3):
+        with pytest.raises(ConfigurationError, match="with tensors of other sizes"):
+            record.fill("allgather", mine, theirs)
 
 
 class Odd:

@@ -13,8 +13,8 @@ class Body(Protocol):
     def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[[], Any]) -> Any:
         """Complete a call, through any number of losses; returns its Work."""
 
-    def note(self, call: str, start: Callable[[], Any]) -> Any:
-        """Make a call that no loss may meet; returns its Work."""
+    def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
+        """Make a call that no loss may meet, as ``start(*args)``; returns its Work."""
 
     def interrupted(self, call: str) -> NoReturn:
         """A loss has met a call that cannot be made again."""
@@ -41,6 +41,8 @@ def noted(method: Callable[..., Any]) -> Callable[..., Any]:
         body: Body | None = group._links.body
         if body is None:
             return method(group, *args, **kwargs)
-        return body.note(method.__name__, lambda: method(group, *args, **kwargs))
+        return body.note(
+            group, method.__name__, args, lambda *given: method(group, *given, **kwargs)
+        )
 
     return call
