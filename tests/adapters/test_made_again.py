@@ -4,6 +4,7 @@ import itertools
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -155,8 +156,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stream_of(iterator: Any, *, mine: int = 1, num_replicas: int = REPLICAS) -> ReplicaStream:
+    original = Original(iterator, mine={mine}, num_replicas=num_replicas)
     return ReplicaStream(
-        Original(iterator, mine={mine}, num_replicas=num_replicas),
+        original,
+        digests=original.digests(iterator),
         number=0,
         seed=9,
         life=lambda: 0,
@@ -252,6 +255,17 @@ def test_what_is_passed_over_is_not_read() -> None:
     assert dataset.read == 4
 
 
+def test_a_replica_that_nobody_asks_for_is_forgotten() -> None:
+    stream = stream_of(filtered(loader_of(1)))
+    wanted = {}
+    for first in range(12):
+        stream.take(1)
+        for replica in (0, 1) if first < 2 else (1,):
+            wanted[replica, first] = read(stream, replica, first=first, count=1)
+    assert [*stream._runs] == [1]
+    assert read(stream, 0, first=1, count=1) == wanted[0, 1]
+
+
 class Curriculum:
     """A sampler that knows no replica."""
 
@@ -333,6 +347,11 @@ def calling(read: Any, *_: Any) -> Iterator[Any]:
     yield from read()
 
 
+def in_a_thread(loader: Any) -> Iterator[Any]:
+    with ThreadPoolExecutor(1) as pool:
+        yield from pool.submit(iter, loader).result()
+
+
 def of_memory(loader: Any) -> Iterator[Any]:
     yield from (torch.zeros(2), torch.ones(2))
     yield from loader
@@ -342,6 +361,7 @@ def of_memory(loader: Any) -> Iterator[Any]:
     ("make", "said"),
     [
         (out_of_reach, "reads a DataLoader that it finds neither"),
+        (in_a_thread, "reads its DataLoader in a thread"),
         (of_memory, "first batch comes from no DataLoader"),
     ],
 )
@@ -352,14 +372,18 @@ def test_a_first_batch_that_only_one_worker_has_is_refused(make: Any, said: str)
 
 
 def test_other_things_on_another_worker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(replica: int, number: int) -> Original:
-        made = options(loader_of(replica), args=Namespace(epochs=number), more=torch.ones(2))
-        return Original(made, mine={replica}, num_replicas=REPLICAS)
+    def of(replica: int, number: int, more: Any) -> dict[str, str]:
+        made = options(loader_of(replica), args=Namespace(epochs=number), more=more)
+        return Original(made, mine={replica}, num_replicas=REPLICAS).digests(made)
 
-    assert of(0, 1).digest() == of(1, 1).digest() != of(1, 2).digest()
-    monkeypatch.setattr(replica_stream, "gathered", lambda mine: [mine, "another"])
-    with pytest.raises(ConfigurationError, match="made of other things on rank 1 than on rank 0"):
-        stream_of(cyclic(loader_of(1))).take(1)
+    one = of(0, 1, torch.ones(2))
+    device = [torch.device("cpu", 3)]
+    assert one == of(1, 1, torch.ones(2)) and of(0, 1, [torch.device("cpu", 1)]) == of(0, 1, device)
+    for other, names in ((of(1, 2, torch.ones(2)), "args"), (of(1, 1, torch.zeros(2)), "named")):
+        monkeypatch.setattr(replica_stream, "gathered", lambda _, other=other: [one, one, other])
+        said = rf"made of other things on rank 2 than on rank 0 \({names}\)"
+        with pytest.raises(ConfigurationError, match=said):
+            stream_of(cyclic(loader_of(1))).take(1)
 
 
 def added(streams: Streams, iterator: Any) -> Any:

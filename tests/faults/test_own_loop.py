@@ -153,6 +153,21 @@ def test_iterators_that_go_on_over_a_loader(
     check_equal(survived, reference(spec.undisturbed()))
 
 
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:evaluation")
+@pytest.mark.parametrize("sizes", [(), PP2, TP2], ids=" ".join)
+def test_a_generator_for_each_evaluation(
+    run: Launch, reference: Reference, tmp_path: Path, sizes: tuple[str, ...]
+) -> None:
+    evaluates = ("= iter(valid_loader)", "= moved(valid_loader)")
+    changes = (*reading(MADE["a generator"], num_workers=0), evaluates)
+    spec = replace(spec_of(1, "evaluation"), script=own_loop.write(tmp_path, *changes))
+    spec = replace(spec, options=(*spec.options, *sizes))
+    survived, undisturbed = run(spec), reference(spec.undisturbed())
+    check_equal(survived, undisturbed)
+    if not sizes:
+        assert validation_of(survived) == validation_of(undisturbed) != []
+
+
 _SAVES = "    dist_checkpointing.save(state, str(path))"
 COPIES: dict[str, tuple[Change, ...]] = {
     "the states themselves": (),
@@ -196,7 +211,7 @@ BAD: dict[str, tuple[Change, str]] = {
             "rank = torch.distributed.get_rank()\n    train_batches, valid_loader ="
             " (one for one in loader(train) if rank >= 0)",
         ),
-        "data_iterator is a generator that is made of other things on rank 1 than on rank 0",
+        "data_iterator is a generator that is made of other things on rank 1 than on rank 0 (rank)",
     ),
     "an optimizer of torch's": (
         (

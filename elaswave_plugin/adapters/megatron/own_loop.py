@@ -388,6 +388,7 @@ class OwnLoop(ElasticJob):
             original = Original(iterator, mine=mine, num_replicas=self._width)
             known = ReplicaStream(
                 original,
+                digests=original.digests(iterator),
                 number=self._positions.made,
                 seed=self._seed,
                 life=lambda: self._worker.view.epoch,

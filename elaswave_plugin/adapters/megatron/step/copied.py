@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 # Of a copy's loaders, the names under which they have their run, and their number.
 RUN, SOURCE = "_elaswave_run", "_elaswave_source"
+# A device is this worker's, whosever batches it has.
 _COMMON = (
+    torch.device,
     *(type, FunctionType, ModuleType, CodeType),
     *(torch.Tensor, torch.nn.Module, Dataset, np.ndarray),
 )

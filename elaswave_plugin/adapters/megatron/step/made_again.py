@@ -31,6 +31,9 @@ from elaswave_plugin.adapters.megatron.step.replica_sampler import (
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.values.rows import bytes_of
 
+# What is larger is not taken apart again in each step.
+_CHECKED_BYTES = 1 << 16
+
 
 class Original:
     """An iterator as the script has given it, and what it is made of."""
@@ -61,7 +64,7 @@ class Original:
             raise self._gone(why) from error
         if not self._taken.sources:
             raise self._gone("it reads no DataLoader that is among what it is made of")
-        self.begun: int = iterator._num_yielded if _is_pass(iterator) else 0
+        self.begun = _read_of(iterator)
         """So many batches were read of it, of one of those that may have begun."""
 
     def _take(self, iterator: Any, known: "_Taker | None") -> "_Taker":
@@ -84,14 +87,13 @@ class Original:
         """The datasets that its loaders read, by number."""
         return self._taken.sources
 
-    def digest(self) -> str:
-        """Return the digest of what it is made of, the same for each replica."""
-        digest = hashlib.sha256(self._taken.taken())
-        for one in self._taken.alike:
-            tensor = torch.from_numpy(one) if isinstance(one, np.ndarray) else one
-            if isinstance(tensor, torch.Tensor):
-                digest.update(bytes_of(tensor.cpu()))
-        return digest.hexdigest()
+    def digests(self, iterator: Any) -> dict[str, str]:
+        """Return digests of what it is made of, by name; they are the same for each replica."""
+        found = {"": self._taken.digest()}
+        if inspect.isgenerator(iterator):
+            local: dict[str, Any] = inspect.getgeneratorlocals(iterator)
+            found |= {name: self._take(one, self._taken).digest() for name, one in local.items()}
+        return found
 
     def shares(self, other: "Original") -> bool:
         """Return whether both read one iterator of the script's."""
@@ -100,21 +102,17 @@ class Original:
 
     def check(self, iterator: Any) -> None:
         """Raise ConfigurationError where the script has changed what it is made of, or read it."""
-        try:
-            if _is_pass(iterator):
-                was_read, is_changed = iterator._num_yielded != self.begun, False
-            else:
-                now = self._take(iterator, self._taken).taken()
-                was_read, is_changed = False, now != self._taken.taken()
-        except _Begun:
-            was_read, is_changed = True, False
+        taken = self._taken.taken()
+        was_read = any(_read_of(one()) > self.begun for one in self._taken.below)
         if was_read:
             raise ConfigurationError(
                 "the script reads from an iterator between calls of forward_backward that it gives"
                 " to these, so that a loss would take others for its batches: make an iterator of"
                 " its own for each"
             )
-        if is_changed:
+        # Where that would take long it is left out, and so it is of an iterator that has begun.
+        is_small = len(taken) <= _CHECKED_BYTES and not _is_pass(iterator)
+        if is_small and self._take(iterator, self._taken).taken() != taken:
             raise ConfigurationError(
                 f"the script changes what data_iterator, a {self.name}, is made of (a variable, an"
                 " attribute, the epoch of a sampler), and who runs the micro-batches of a lost"
@@ -129,6 +127,13 @@ class Original:
 
 def _is_pass(iterator: Any) -> bool:
     return isinstance(iterator, _BaseDataLoaderIter)
+
+
+def _read_of(iterator: Any) -> int:
+    """Count what was read of a loader's iterator; 1 for a generator that has begun."""
+    if inspect.isgenerator(iterator):
+        return int(inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED)
+    return iterator._num_yielded if _is_pass(iterator) else 0
 
 
 class _Begun(Exception):
@@ -154,6 +159,14 @@ class _Taker(pickle.Pickler):
 
     def taken(self) -> bytes:
         return self._file.getvalue()
+
+    def digest(self) -> str:
+        digest = hashlib.sha256(self.taken())
+        for one in self.alike:
+            tensor = torch.from_numpy(one) if isinstance(one, np.ndarray) else one
+            if isinstance(tensor, torch.Tensor):
+                digest.update(bytes_of(tensor.cpu()))
+        return digest.hexdigest()
 
     def forget(self) -> None:
         """Refer no more to what was taken apart, which the script may drop."""
@@ -183,7 +196,7 @@ class _Taker(pickle.Pickler):
         return NotImplemented
 
     def _generator(self, value: Any) -> tuple[Any, ...]:
-        if inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
+        if _read_of(value):
             raise _Begun
         self.below.append(ref(value))
         around = value.gi_frame.f_globals
@@ -193,7 +206,7 @@ class _Taker(pickle.Pickler):
         return copied.generator, (value.gi_code, around, named, local)
 
     def _pass(self, value: Any) -> tuple[Any, ...]:
-        if value._num_yielded and value is not self._top:
+        if _read_of(value) and value is not self._top:
             raise _Begun
         self.below.append(ref(value))
         number = self._add(value, value._dataset, value._collate_fn)

@@ -5,6 +5,7 @@ iterator is given an ``Unread`` in its place, unless it does something with its 
 """
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +43,7 @@ class ReplicaRun:
         self._is_touched = False
         self._iterator: Iterator[Any] | None = None
         self._states: Any = None
+        self._thread = threading.get_ident()
 
     def reach(self, number: int, passed: Callable[[], object]) -> bool:
         """Go on until an item is known; False where the last one is before it.
@@ -84,6 +86,11 @@ class ReplicaRun:
 
     def batches(self, source: int, sampler: Any) -> Iterator[Any]:
         """Pass over a loader once, in the order of ``sampler``."""
+        if threading.get_ident() != self._thread:
+            raise ConfigurationError(
+                "data_iterator reads its DataLoader in a thread, whose draws would come in between"
+                " those of the training: leave that to the DataLoader's num_workers"
+            )
         self._passes += 1
         requests = self._requests(source, sampler, draw_key(self._key, self._passes))
         if self._reads:
@@ -140,7 +147,7 @@ def _other_loaders_refused() -> Iterator[None]:
     """Inside, raise ConfigurationError for a loader that is not the copy's."""
 
     def refuse(self: Any) -> Any:
-        if isinstance(self.dataset, Requested):
+        if isinstance(self.dataset, Requested) or threading.get_ident() != thread:
             return native(self)
         raise ConfigurationError(
             "data_iterator reads a DataLoader that it finds neither in its arguments nor in a"
@@ -148,7 +155,7 @@ def _other_loaders_refused() -> Iterator[None]:
             " the generator"
         )
 
-    native = DataLoader.__iter__
+    native, thread = DataLoader.__iter__, threading.get_ident()
     DataLoader.__iter__ = refuse  # type: ignore[method-assign]
     try:
         yield

@@ -17,6 +17,8 @@ from elaswave_plugin.values.gathered import gathered
 
 # Items that are kept of each replica, where they are not read.
 _REMEMBERED = 1024
+# Calls behind which a replica that none of them has read is forgotten.
+_UNUSED = 8
 
 
 class ReplicaStream:
@@ -26,12 +28,13 @@ class ReplicaStream:
         self,
         original: Original,
         *,
+        digests: dict[str, str],
         number: int,
         seed: int,
         life: Callable[[], int],
         passed: Callable[[], object],
     ) -> None:
-        """``original``: of the script's ``number``-th iterator.
+        """``original``: of the script's ``number``-th iterator; ``digests``: of its pieces.
 
         ``seed``: of what the dataset draws, and of a shuffled order that names none; ``life()``: of
         the workers' view; ``passed()`` is called for each item that a copy passes over.
@@ -40,11 +43,13 @@ class ReplicaStream:
         self.position = original.begun
         """The batch of each replica that comes next."""
         self._key, self._life, self._passed = draw_key(seed, number), life, passed
-        self._digest = original.digest()
+        self._digests = digests
         self._agreed: int | None = None
         # Whether a copy does something with its batches.
         self._reads, self._remembered = False, 0
         self._runs: dict[int, ReplicaRun] = {}
+        # Calls of `take` so far, and at which of them a replica was read last.
+        self._takes, self._used = 0, dict[int, int]()
         # The batch that comes next: the call's first, the replica, and its number in the call.
         self._due: tuple[int, int, int] | None = None
         settings = max((one.settings for one in original.sources), key=lambda one: one.num_workers)
@@ -56,21 +61,31 @@ class ReplicaStream:
         Collective over WORLD. Raises ConfigurationError where the workers have other iterators.
         """
         if self._agreed != (life := self._life()):
-            told = gathered(self._digest)
-            other = next((rank for rank, one in enumerate(told) if one != told[0]), None)
-            if other is not None:
-                raise ConfigurationError(
-                    f"data_iterator is a {self._original.name} that is made of other things on rank"
-                    f" {other} than on rank 0 (a rank, a seed, batches in memory), and who runs the"
-                    " micro-batches of a lost worker would not know its: give all the same, and"
-                    " have the loader's sampler name the replica"
-                )
+            self._compare(gathered(self._digests))
             self._agreed = life
+        self._takes += 1
+        for replica in [*self._runs]:
+            # Of a rehearsed first step, or before a worker came back; it may have processes.
+            if self._takes - self._used[replica] > _UNUSED:
+                del self._runs[replica]
         first = self.position
         self.position += count
         # Of the step before as well.
         self._remembered = max(self._remembered, 2 * count)
         return first
+
+    def _compare(self, told: list[dict[str, str]]) -> None:
+        for rank, others in enumerate(told):
+            if others == told[0]:
+                continue
+            names = [one for one in others if one and others[one] != told[0].get(one)]
+            what = ", ".join(names) or "a rank, a seed, batches in memory"
+            raise ConfigurationError(
+                f"data_iterator is a {self._original.name} that is made of other things on rank"
+                f" {rank} than on rank 0 ({what}), and who runs the micro-batches of a lost"
+                " worker would not know its: give all the same, and have the loader's sampler name"
+                " the replica"
+            )
 
     def deliver(self, first: int, replica: int, number: int) -> None:
         """The next batch is a replica's ``number``-th of those from ``first`` on."""
@@ -109,6 +124,7 @@ class ReplicaStream:
         return self._found(replica, number)
 
     def _found(self, replica: int, number: int) -> list[Any] | None:
+        self._used[replica] = self._takes
         run = self._runs.get(replica)
         if run is None or (number < run.next and number not in run.known):
             self._runs[replica] = run = ReplicaRun(
