@@ -1,6 +1,7 @@
 """Iterators of a script, made again for each replica: it has the batches that it reads natively."""
 
 import itertools
+import pickle
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -245,6 +246,17 @@ class Counted(list[torch.Tensor]):
     def __getitem__(self, number: Any) -> Any:
         self.read += 1
         return super().__getitem__(number)
+
+
+def test_processes_may_be_spawned() -> None:
+    loader = loader_of(1, num_workers=1, multiprocessing_context="spawn")
+    stream = stream_of(cyclic(loader))
+    assert stream._ahead._loader is not None
+    started: Any = stream._ahead._loader.multiprocessing_context
+    assert started.get_start_method() == "spawn"
+    pickle.dumps(stream._ahead._loader.dataset)
+    for source in stream._original.sources:
+        pickle.dumps(source.read)
 
 
 def test_what_is_passed_over_is_not_read() -> None:

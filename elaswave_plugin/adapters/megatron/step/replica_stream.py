@@ -2,12 +2,13 @@
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils import _pytree
 
-from elaswave_plugin.adapters.megatron.step.loader_source import Request
+from elaswave_plugin.adapters.megatron.step.loader_source import Request, Source
 from elaswave_plugin.adapters.megatron.step.made_again import Original
 from elaswave_plugin.adapters.megatron.step.replica_run import ReplicaRun
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
@@ -53,7 +54,8 @@ class ReplicaStream:
         # The batch that comes next: the call's first, the replica, and its number in the call.
         self._due: tuple[int, int, int] | None = None
         settings = max((one.settings for one in original.sources), key=lambda one: one.num_workers)
-        self._ahead = ReadAhead(self._read, self._request, like=settings)
+        read = partial(_read, original.sources)
+        self._ahead = ReadAhead(read, self._request, like=settings)
 
     def take(self, count: int) -> int:
         """Take the next ``count`` batches of each replica; returns the first one's number.
@@ -136,9 +138,10 @@ class ReplicaStream:
         run.remembered = self._remembered if self._reads else _REMEMBERED
         return [run.known[number]] if run.reach(number, self._passed) else None
 
-    def _read(self, found: list[Any]) -> Any:
-        sources = self._original.sources
-        return _pytree.tree_map_only(Request, lambda one: sources[one.source].read(one), found[0])
+
+def _read(sources: Sequence[Source], found: list[Any]) -> Any:
+    """Read the batches of an item; no method, as spawned processes are given it."""
+    return _pytree.tree_map_only(Request, lambda one: sources[one.source].read(one), found[0])
 
 
 class Streams:
