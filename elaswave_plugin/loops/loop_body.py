@@ -108,7 +108,7 @@ class LoopBody:
         tensors: Sequence[torch.Tensor] = (),
         slots: Sequence[int] | None = None,
     ) -> None:
-        """Note what is in the tensors of a call; ``slots``: of whom each is."""
+        """Note what is in the tensors of a call; ``slots``: the worker that each is of."""
         if self._record is not None:
             work.wait()
             self._record.note(call, [slots, [*tensors] or work.result()])

@@ -126,7 +126,10 @@ def test_with_stages_and_tensor_parallelism(
 ) -> None:
     verbs = replace(VERBS, options=(*VERBS.options, *sizes))
     spec = spec_of(1, "backward")
-    check_equal(run(replace(spec, options=(*spec.options, *sizes))), reference(verbs))
+    survived = run(replace(spec, options=(*spec.options, *sizes)))
+    check_equal(survived, reference(verbs))
+    # Rank 0 is of the first stage, which reports nothing, also where it runs the last one's.
+    assert sizes != PP2 or {*validation_of(survived)} == {"0x0.0p+0"}
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")

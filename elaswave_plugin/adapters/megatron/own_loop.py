@@ -323,7 +323,9 @@ class OwnLoop(ElasticJob):
         told = dict(zip(numbers, reports, strict=True))
         if not self._run_their_own(of, count * width):
             told = {number: one for mine in gathered([*told.items()]) for number, one in mine}
-        return [told[number] for number in of(self.replica)]
+        # At the launch, stages before the last one have none.
+        is_last = self._place[1] == self._sizes.model_parallel[1] - 1
+        return [told[number] for number in of(self.replica)] if is_last else []
 
     def _run_their_own(self, of: Callable[[int], Sequence[int]], count: int) -> bool:
         """Return whether each worker runs its own micro-batches of a batch, beside others."""
