@@ -76,6 +76,45 @@ class _Start:
 
         return get_rank
 
+    def once(self, native: Any) -> Any:
+        """``torch.save``, which writes nothing for the steps behind, whose state is not here."""
+
+        @functools.wraps(native)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            asker = sys._getframe(1).f_globals.get("__name__", "")
+            if self.is_behind() and not asker.startswith(_FRAMEWORKS):
+                return None
+            return native(*args, **kwargs)
+
+        return save
+
+    def as_then(self, native: Any) -> Any:
+        """``get_world_size``, of a script behind the others: as it was told to them."""
+
+        @functools.wraps(native)
+        def get_world_size(group: Any = None) -> int:
+            asker = sys._getframe(1).f_globals.get("__name__", "")
+            loop = None if group is not None or self._made is None else self._made.loop
+            then = None if loop is None or asker.startswith(_FRAMEWORKS) else loop.world_size_behind
+            return int(native(group)) if then is None else int(then)
+
+        return get_world_size
+
+    def gathered_then(self, native: Any) -> Any:
+        """``all_gather_object``, which makes two calls by a number of workers of its own."""
+
+        @functools.wraps(native)
+        def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
+            loop = None if self._made is None else self._made.loop
+            then = None if loop is None else loop.gathered_behind()
+            if then is None:
+                native(object_list, obj, group)
+                return
+            decode = import_module("torch.distributed.distributed_c10d")._tensor_to_object
+            object_list[: len(then)] = [decode(one, size, group) for one, size in then]
+
+        return all_gather_object
+
 
 def install() -> None:
     """Look at each world that a script makes, and at the options that its parser does not know."""
@@ -84,8 +123,24 @@ def install() -> None:
         return
     start = _Start()
     distributed["init_process_group"] = start.joining(distributed["init_process_group"])
+    torch, cuda = vars(import_module("torch")), vars(import_module("torch.cuda"))
+    torch["save"] = start.once(torch["save"])
+    cuda["set_device"] = _where_there_is_one(cuda["set_device"])
     parser.parse_known_args = _without_ours(parser.parse_known_args)  # type: ignore[method-assign]
     distributed["get_rank"] = start.not_first(distributed["get_rank"])
+    distributed["get_world_size"] = start.as_then(distributed["get_world_size"])
+    distributed["all_gather_object"] = start.gathered_then(distributed["all_gather_object"])
+
+
+def _where_there_is_one(native: Any) -> Any:
+    """``torch.cuda.set_device``, which scripts call before they make their world, also on a CPU."""
+
+    @functools.wraps(native)
+    def set_device(device: Any) -> None:
+        if not _is_wanted() or import_module("torch.cuda").is_available():
+            native(device)
+
+    return set_device
 
 
 def _without_ours(native: Any) -> Any:

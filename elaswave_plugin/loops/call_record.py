@@ -53,10 +53,13 @@ class CallRecord:
 
     def note(self, call: str, returned: Any) -> None:
         """Note what a call has returned to the script; values that are not plain end the record."""
+        self._append(call, self._draws(), returned)
+
+    def _append(self, call: str, draws: Any, returned: Any) -> None:
         if self._flaw is not None:
             return
         kept = _pytree.tree_map_only(torch.Tensor, _copy, returned)
-        self._newest.append((call, self._draws(), kept))
+        self._newest.append((call, draws, kept))
         if len(self._newest) == _BLOCK:
             self._pack()
 
@@ -95,17 +98,23 @@ class CallRecord:
         self._unpack()
         self._passed += 1
         self._follow_draws(draws)
-        self.note(call, returned)
+        self._append(call, draws, returned)
         return returned
 
-    def fill(self, call: str, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        """Have in the tensors of a collective what the others had in theirs.
+    @property
+    def draws_coming(self) -> Any:
+        """The others' draws behind the call that is passed over next, as told; None without one."""
+        return self._coming[0][1] if self._coming else None
+
+    def fill(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Pass over a collective: have in its tensors what the others had in theirs.
 
         Raises ConfigurationError for tensors of other sizes.
         """
-        if [one.shape for one in theirs] != [one.shape for one in mine]:
+        theirs = self.pass_over(call)
+        if [one.shape for one in theirs] != [one.shape for one in tensors]:
             raise ConfigurationError(self._differs(f"{call} with tensors of other sizes", call))
-        for tensor, value in zip(mine, theirs, strict=True):
+        for tensor, value in zip(tensors, theirs, strict=True):
             tensor.copy_(value)
 
     def _differs(self, mine: str, theirs: str) -> str:

@@ -7,7 +7,6 @@ so do all. Any other collective that a loss interrupts ends the job with a sente
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -58,7 +57,7 @@ class LoopBody:
         be made again.
         """
         if self._is_behind or set(group.members) != set(self._worker.view.ranks):
-            return self.note(group, call, (), start)
+            return self.note(group, call, args, lambda *given: start())
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]
         root = getattr(args[1], "rootRank", args[1]) if call == "broadcast" else 0
@@ -84,54 +83,50 @@ class LoopBody:
         An all-gather into as many tensors as there were workers at the launch leaves those of lost
         ones as they are. Returns its Work.
         """
+        outputs = _gathered_into(args) if call == _GATHER and self._record is not None else None
         if self._is_behind:
-            return self._passed_over(group, call, partial(start, *args))
-        slots, there = self._worker.launch_slots, [*group.members]
-        outputs = _gathered_into(args) if call == _GATHER and self._record is not None else []
-        is_wider = len(outputs) == len(slots) > len(there)
-        if is_wider:
-            args = ([outputs[slots.index(slot)] for slot in there], *args[1:])
+            return self._passed_over(group, call, args, start, outputs)
+        slots = self._worker.launch_slots
+        if outputs is not None and len(outputs) == len(slots) > len(group.members):
+            args = ([outputs[slots.index(slot)] for slot in group.members], *args[1:])
         with self.closed():
             started = start(*args)
-        # Others may be there where this is passed over.
-        self._note(call, started, outputs, (slots if is_wider else there) if outputs else None)
+        self._note(call, started, outputs)
         return started
 
     @property
     def _is_behind(self) -> bool:
         return self._loop.is_lagging if self._record is None else self._record.is_behind
 
-    def _note(
-        self,
-        call: str,
-        work: Any,
-        tensors: Sequence[torch.Tensor] = (),
-        slots: Sequence[int] | None = None,
-    ) -> None:
-        """Note what is in the tensors of a call; ``slots``: the worker that each is of."""
+    def _note(self, call: str, work: Any, outputs: Sequence[torch.Tensor] | None = None) -> None:
         if self._record is not None:
             work.wait()
-            self._record.note(call, [slots, [*tensors] or work.result()])
+            self._record.note(call, work.result() if outputs is None else outputs)
 
     @ends_in_a_sentence
-    def _passed_over(self, group: Any, call: str, start: Callable[[], Any]) -> Any:
+    def _passed_over(
+        self,
+        group: Any,
+        call: str,
+        args: Sequence[Any],
+        start: Callable[..., Any],
+        outputs: Sequence[torch.Tensor] | None,
+    ) -> Any:
         """Have a call answered here, and by what the others had there, if that is known."""
+        if outputs is not None:
+            # They were more or fewer then.
+            like = args[1] if isinstance(args[1], torch.Tensor) else args[1][0]
+            args = ([torch.empty_like(like) for _ in group.members], *args[1:])
         links = self._worker.links
         before, links.detached = links.detached, True
         try:
             with self.closed():
-                started = start()
+                started = start(*args)
         finally:
             links.detached = before
         if self._record is not None:
-            slots, theirs = self._record.pass_over(call)
-            mine = [one.detach() for one in started.result()]
-            if slots is not None:
-                known, here = dict(zip(slots, theirs, strict=True)), [*group.members]
-                both = [slot for slot in here if slot in known]
-                mine = [mine[here.index(slot)] for slot in both]
-                theirs = [known[slot] for slot in both]
-            self._record.fill(call, mine, theirs)
+            found = started.result() if outputs is None else outputs
+            self._record.fill(call, [one.detach() for one in found])
         return started
 
     def interrupted(self, call: str) -> NoReturn:

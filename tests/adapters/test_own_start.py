@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from elaswave_plugin import megatron_core
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
+from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.megatron.world import leave_start_to_script
-
-SAMPLES = [torch.tensor(number) for number in range(24)]
+from elaswave_plugin.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -75,6 +76,62 @@ def test_attach_puts_back_what_makes_the_world(monkeypatch: pytest.MonkeyPatch) 
     assert dist.init_process_group is native
     leave_start_to_script()
     assert dist.init_process_group is native
+
+
+class _Loop:
+    """A loop whose script is behind the others at a call in a world of three."""
+
+    world_size_behind = 3
+
+    def gathered_behind(self) -> list[tuple[torch.Tensor, int]]:
+        pair = distributed_c10d._object_to_tensor({"a": 1}, torch.device("cpu"), None)
+        return [(pair[0], int(pair[1]))] * 3
+
+
+class _Made:
+    def __init__(self, loop: _Loop | None, *, is_behind: bool) -> None:
+        self.loop, self.is_behind = loop, is_behind
+
+
+def test_a_script_behind_the_others_counts_as_they_did_and_saves_nothing() -> None:
+    start, written = megatron_core._Start(), list[object]()
+    width = start.as_then(lambda group=None: 4)
+    gather = start.gathered_then(lambda into, one, group: into.append("native"))
+    save = start.once(lambda one, path: written.append(one))
+    for made, seen in (
+        (None, 4),
+        (_Made(None, is_behind=True), 4),
+        (_Made(_Loop(), is_behind=True), 3),
+    ):
+        start._made = made
+        assert (width(), width("group")) == (seen, 4)
+    objects: list[object] = [None] * 3
+    gather(objects, "mine")
+    assert objects == [{"a": 1}] * 3
+    save("behind", "path")
+    start._made = None
+    gather(objects, "mine")
+    save("there", "path")
+    assert (objects[3:], written) == (["native"], ["there"])
+
+
+def test_a_device_is_chosen_where_there_is_one(of_a_job: Callable[..., None]) -> None:
+    chosen = list[int]()
+    choose = megatron_core._where_there_is_one(chosen.append)
+    choose(0)
+    of_a_job("--elaswave")
+    choose(1)
+    assert chosen == [0, *([1] if torch.cuda.is_available() else [])]
+
+
+def test_a_forward_step_ends_with_its_data() -> None:
+    items = UntilItsEnd(iter([1]))
+    step = items.read_by(lambda items: next(items, None))
+    assert step(items) == 1
+    with pytest.raises(ConfigurationError, match="goes on where its data_iterator has ended"):
+        step(items)
+    with pytest.raises(StopIteration):
+        items.read_by(next)(items)
 
 
 def test_a_state_is_built_again_where_the_script_has_put_it() -> None:

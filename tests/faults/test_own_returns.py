@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from elaswave_plugin.config import SAVE_PHASE
 from tests.checkpoints.reader import differences, read_checkpoint
@@ -66,6 +67,10 @@ _GATHERS = """\
             missing > 0
         ):
             raise RuntimeError(f"gathered {names} and {norms}")
+        slots = [torch.zeros(1) for _ in range(parallel_state.get_data_parallel_world_size())]
+        mine = torch.tensor([float(os.environ["ELASWAVE_SLOT"]) + 1])
+        torch.distributed.all_gather(slots, mine, group=parallel_state.get_data_parallel_group())
+        print(f"gathered {iteration} {[int(one) for one in slots]}\\n", end="")
         print(f"missing {iteration} {missing}\\n", end="")
 """
 # Each worker goes its own way by what a sum was, and the validation loss is such a thing.
@@ -93,6 +98,36 @@ def test_lines_that_stand_between_the_calls(
     if line == "gathers":
         missing = {(int(s), int(n)) for s, n in re.findall(r"missing (\d) (\d)", survived.output)}
         assert missing == {(step, int(step in (2, 3))) for step in range(6)}
+        # Each worker has the same, also who has passed over it; a lost one's entry stays zero.
+        wanted = [*[[1, 2, 3, 4]] * 2, *[[1, 0, 3, 4]] * 2, *[[1, 2, 3, 4]] * 2]
+        for step, slots in enumerate(wanted):
+            assert survived.output.count(f"gathered {step} {slots}") in (4, 5)
+            assert survived.output.count(f"gathered {step} ") in (4, 5)
+
+
+_SAVES = """\
+        torch.save(
+            torch.cat([one.detach().view(-1) for one in model[0].parameters()]),
+            Path(args.save) / f"{iteration}-{os.environ['ELASWAVE_SLOT']}.pt",
+        )
+"""
+
+
+@proves(Kind.RETURN, Promise.WHOLE, victim="1", moment="2:backward")
+def test_a_state_of_its_own_is_not_written_again(run: Launch, tmp_path: Path) -> None:
+    """While a script passes over steps, the model that it has is that of its start."""
+    script, saves = own_loop.write(tmp_path, (TRAINS, TRAINS + _SAVES)), tmp_path / "saves"
+    saves.mkdir()
+    survived = run(
+        replace(coming_back(1), script=script, options=(*VERBS.options, SEED, f"--save={saves}"))
+    )
+    check_survived(survived)
+    assert entered(survived) == [(1, 1)]
+    every = {f"{step}-{slot}.pt" for step in range(6) for slot in range(4)}
+    assert every - {path.name for path in saves.glob("*.pt")} == {"2-1.pt", "3-1.pt"}
+    for step in range(6):
+        saved = [torch.load(one) for one in saves.glob(f"{step}-*.pt")]
+        assert all(torch.equal(one, saved[0]) for one in saved)
 
 
 @proves(Kind.RETURN, Promise.EQUAL, moment="2:backward")

@@ -59,6 +59,18 @@ def test_who_has_passed_over_tells_the_next() -> None:
     assert [third.record.pass_over(one) for one in ("forward", "update")] == [1, 2]
 
 
+def test_what_was_so_at_a_call_is_known_before_it_and_told_on() -> None:
+    first, second, third = Script(), Script(), Script()
+    for first.draws in ([4], [3]):
+        first.record.note("forward", 1)
+    for later, earlier in ((second, first), (third, second)):
+        later.record.learn(told(earlier))
+        for draws in ([4], [3]):
+            assert later.record.draws_coming == draws
+            later.record.pass_over("forward")
+        assert later.record.draws_coming is None
+
+
 def test_a_call_of_the_step_in_which_the_others_stand_is_made() -> None:
     first, later = Script(), Script()
     first.record.note("forward", 1)
@@ -81,12 +93,17 @@ def test_another_call_is_a_sentence(before: int) -> None:
 
 
 def test_tensors_of_other_sizes_are_a_sentence() -> None:
-    record, mine = Script().record, [torch.zeros(2) for _ in range(3)]
-    record.fill("allgather", mine, [torch.ones(2)] * 3)
-    assert all(one.tolist() == [1, 1] for one in mine)
-    for theirs in ([torch.ones(2)] * 4, [torch.ones(3)] * 3):
-        with pytest.raises(ConfigurationError, match="with tensors of other sizes"):
-            record.fill("allgather", mine, theirs)
+    mine = [torch.zeros(2) for _ in range(3)]
+    for theirs in ([torch.ones(2)] * 3, [torch.ones(2)] * 4, [torch.ones(3)] * 3):
+        first, later = Script(), Script()
+        first.record.note("allgather", theirs)
+        later.record.learn(told(first))
+        if len(theirs) == 3 and len(theirs[0]) == 2:
+            later.record.fill("allgather", mine)
+            assert all(one.tolist() == [1, 1] for one in mine)
+        else:
+            with pytest.raises(ConfigurationError, match="with tensors of other sizes"):
+                later.record.fill("allgather", mine)
 
 
 class Odd:

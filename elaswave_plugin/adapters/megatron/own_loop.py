@@ -31,6 +31,7 @@ from elaswave_plugin.adapters.megatron.step.made_again import Original
 from elaswave_plugin.adapters.megatron.step.positions import Count
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, Streams
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
+from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
@@ -91,12 +92,12 @@ class OwnLoop(ElasticJob):
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
         )
-        # What the script's draws follow from.
+        # What the script's draws follow from; the record has the size of the world beside it.
         self._drawn: list[int] = []
         self._calls: CallRecord = CallRecord(
             lags=lambda: self._loop.is_lagging,
-            draws=lambda: self._drawn,
-            follow_draws=lambda key: self._settle(*key),
+            draws=lambda: (self._drawn, len(self._worker.view.ranks)),
+            follow_draws=lambda told: self._settle(*told[0]),
         )
         self._streams = Streams()
         self._reports: list[Any] = []
@@ -130,6 +131,23 @@ class OwnLoop(ElasticJob):
     def is_behind(self) -> bool:
         """True while the script is at what the others have behind them."""
         return self._worker.detached or self._loop.is_lagging
+
+    @property
+    def world_size_behind(self) -> int | None:
+        """The size of the world where the script is behind the others; None where it is not."""
+        coming = self._calls.draws_coming
+        return None if coming is None else int(coming[1])
+
+    @ends_in_a_sentence
+    def gathered_behind(self) -> list[tuple[torch.Tensor, int]] | None:
+        """Pass over ``all_gather_object``; returns bytes of objects and how many count, or None.
+
+        It makes two calls, with as many tensors as there are workers, which were others then.
+        """
+        if not self._calls.is_behind:
+            return None
+        sizes, data = (self._calls.pass_over("allgather") for _ in range(2))
+        return [(one, int(size)) for one, size in zip(data, sizes, strict=True)]
 
     def _settle(self, *key: int) -> None:
         """Have the script's draws follow from these numbers, in whatever worker it runs."""
@@ -274,8 +292,9 @@ class OwnLoop(ElasticJob):
             self._buffers.enter(replica)
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
+        batches = UntilItsEnd(stream)
         given["forward_step_func"] = without_collectives(
-            given["forward_step_func"], self._worker.links
+            batches.read_by(given["forward_step_func"]), self._worker.links
         )
         with self._buffers.passes(forward_only=forward_only):
             reports = self._microbatches.forward_backward(
@@ -283,7 +302,7 @@ class OwnLoop(ElasticJob):
                 begin,
                 forward_only=forward_only,
                 num_microbatches=count * width,
-                data_iterator=stream,
+                data_iterator=batches,
                 **given,
             )
         numbers = self._microbatches.reports

@@ -74,6 +74,11 @@ class ScriptStart:
         """True while the script of a worker that came later is at what the others have behind."""
         return self._worker.detached if self._loop is None else self._loop.is_behind
 
+    @property
+    def loop(self) -> OwnLoop | None:
+        """The loop of the script; None before it trains."""
+        return self._loop
+
     def world(self) -> dict[str, Any]:
         """The arguments of ``init_process_group``."""
         return self._worker.groups.install(self._worker.view.ranks)
