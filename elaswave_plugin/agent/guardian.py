@@ -54,6 +54,8 @@ class Guardian:
         self._memory: dict[str, int] = {}
         self._life: AgentLife | None = None
         self._lives = 0
+        # The one that was ended last, as it stood still.
+        self._killed: AgentLife | None = None
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
         self._signals: list[Call] = []
         self._page = mmap.mmap(self._memory_named(PAGE, mmap.PAGESIZE), mmap.PAGESIZE)
@@ -151,7 +153,9 @@ class Guardian:
         if life is not None and is_late:
             life.forgive()
         elif life is not None and (still_s := life.stands_still_s()) > STANDS_STILL_S:
-            say(f"the agent (pid {life.pid}) has stood still for {still_s:.1f} s: ended")
+            if life is not self._killed:  # on a busy machine it may take a while to end
+                say(f"the agent (pid {life.pid}) has stood still for {still_s:.1f} s: ended")
+            self._killed = life
             life.signal(signal.SIGKILL)
         self._reactor.after(_LOOK_EVERY_S, self._look)
 

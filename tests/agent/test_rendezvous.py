@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -218,17 +219,26 @@ def test_node_0_that_does_not_answer_is_named(
 
 @pytest.mark.parametrize("comes", [True, False], ids=["after it came", "before it came"])
 def test_one_that_ends_before_all_have_met_ends_the_meeting_at_once(
-    listeners: list[socket.socket], comes: bool
+    listeners: list[socket.socket], comes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = int(listeners[0].getsockname()[1])
     places = [place(slot, (port,), size=4) for slot in range(4)]
+    dial, has_come = rendezvous._dial, threading.Event()
+
+    def dialled(*args: Any) -> socket.socket:
+        found = dial(*args)
+        has_come.set()
+        return found
+
+    monkeypatch.setattr(rendezvous, "_dial", dialled)
     with ThreadPoolExecutor(2) as threads:
         waiting = [
             threads.submit(host, places[0], listeners[0]),
             threads.submit(join, places[1]),
         ]
+        assert has_come.wait(30.0)
         if comes:
-            with rendezvous._dial(places[2], port) as sock:
+            with dial(places[2], port) as sock:
                 sizes = {"world_size": 4, "reserve": 0}
                 send_frame(sock, {"node": 2, "slots": (2,), "peer": peer(2), **sizes})
                 assert not any(one.done() for one in waiting)
