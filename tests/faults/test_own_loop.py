@@ -198,6 +198,24 @@ def test_its_checkpoints_are_those_without_a_loss(run: Launch, tmp_path: Path, w
         assert differences(first, second) == []
 
 
+_WRITES = "        if torch.distributed.get_rank() == 0:\n            written.append(iteration)\n"
+_STEPS = "    for iteration in range(args.train_iters):\n"
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+def test_a_list_of_rank_0_that_the_next_one_does_not_have(run: Launch, tmp_path: Path) -> None:
+    """The job ends where no worker is left, and each says once what to write."""
+    script = own_loop.write(
+        tmp_path,
+        (_STEPS, "    written = None if torch.distributed.get_rank() else []\n" + _STEPS),
+        (TRAINS, TRAINS + _WRITES),
+    )
+    ended = run(replace(spec_of(0, "backward"), nproc=2, script=script))
+    assert (ended.returncode, ended.orphans) == (1, ())
+    assert ended.output.count("worker 1 is rank 0 because another was lost") == 1
+    assert "'NoneType' object has no attribute 'append'" in ended.output
+
+
 _FETCH = "    forward_backward = get_forward_backward_func()\n"
 BAD: dict[str, tuple[Change, str]] = {
     "gradients changed by hand": (

@@ -38,6 +38,7 @@ from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
@@ -107,6 +108,8 @@ class OwnLoop(ElasticJob):
         self._positions.follow(self._read)
         # Of gradients and weights, as the last call of the step has left them; None before one.
         self._versions: tuple[int, list[int]] | None = None
+        # Whether the script was told at its start that it is rank 0.
+        self._began_first = self._worker.owns_rank_0 and not self._worker.detached
         self.model = call["model"]
         optimizer = optimizer_of(self.model)
         self.bind(self.model, optimizer, train_iters=_ENDLESS)
@@ -148,6 +151,17 @@ class OwnLoop(ElasticJob):
             return None
         sizes, data = (self._calls.pass_over("allgather") for _ in range(2))
         return [(one, int(size)) for one, size in zip(data, sizes, strict=True)]
+
+    def _abandon(self) -> None:
+        """Leave, as the script fails; say what is likely where rank 0 has come to it."""
+        if self._worker.owns_rank_0 and not self._began_first:
+            say(
+                f"worker {self._worker.slot} is rank 0 because another was lost, and what its"
+                " script makes on rank 0 before the first step, as a log, is not there: ask for the"
+                " rank once, rank = torch.distributed.get_rank() behind init_process_group; the"
+                " losses go on in steps.jsonl of the run directory"
+            )
+        super()._abandon()
 
     def _settle(self, *key: int) -> None:
         """Have the script's draws follow from these numbers, in whatever worker it runs."""
