@@ -34,8 +34,8 @@ class UntilItsEnd:
                 raise ConfigurationError(
                     "forward_step goes on where its data_iterator has ended, with a batch from"
                     " elsewhere, which is unknown to a worker that runs the micro-batches of a lost"
-                    " worker: let StopIteration leave forward_step, and give the next call of"
-                    " forward_backward a new iter(loader)"
+                    " worker: give forward_backward a new iter(loader) once it has made"
+                    " len(loader) micro-batches, and catch no StopIteration in forward_step"
                 )
             return result
 
