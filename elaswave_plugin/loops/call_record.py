@@ -17,6 +17,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.values.packed import packed, unpacked
 
 _WHAT = "what the calls of the script's loop returned"
+_ENDS = "at the end of its data"
 # So many calls are packed together: numbers of one kind take less room so.
 _BLOCK = 512
 
@@ -80,11 +81,22 @@ class CallRecord:
         ``is_made``: make it in any case, as one of the step in which the others stand.
         """
         if not self.is_behind:
-            returned = make()
+            try:
+                returned = make()
+            except StopIteration:
+                # A script may catch it, as the end of its data.
+                self.note(f"{call} {_ENDS}", None)
+                raise
             self.note(call, returned)
             return returned
-        returned = self.pass_over(call)
-        return make() if is_made else returned
+        ends = f"{call} {_ENDS}"
+        is_end = bool(self._coming) and self._coming[0][0] == ends
+        returned = self.pass_over(ends if is_end else call)
+        if is_made:
+            return make()
+        if is_end:
+            raise StopIteration
+        return returned
 
     def pass_over(self, call: str) -> Any:
         """Return what the next call returned to the others; raises ConfigurationError for another.

@@ -144,6 +144,38 @@ def test_iterators_that_go_on_over_a_loader(
     assert entered(survived) == [(slot, 1)]
 
 
+_STREAMS = "    train_batches, valid_loader ="
+_EPOCHS = """\
+        try:
+            losses, grad_norm = train_step()
+        except StopIteration:
+            train_batches = iter(loader(few))
+            losses, grad_norm = train_step()
+"""
+
+
+@proves(Kind.RETURN, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize("slot", [0, 3])
+def test_an_epoch_that_ends_in_a_stopiteration(
+    run: Launch, reference: Reference, tmp_path: Path, slot: int
+) -> None:
+    """It leaves forward_backward on all workers, whatever they run, also for who comes back.
+
+    Four batches of a replica, of which a step takes two: an epoch is two steps.
+    """
+    batches = "iter(loader(train)), loader(valid)"
+    changes = (
+        (TRAINS, _EPOCHS),
+        (batches, batches.replace("loader(train)", "loader(few)")),
+        (_STREAMS, "    few = torch.utils.data.Subset(train, range(16))\n" + _STREAMS),
+    )
+    spec = replace(coming_back(slot), script=own_loop.write(tmp_path, *changes), steps=9)
+    spec = replace(spec, changes=(f"+{slot}@7",))
+    survived = run(spec)
+    check_equal(survived, reference(spec.undisturbed()))
+    assert entered(survived) == [(slot, 1)]
+
+
 @proves(Kind.RETURN, Promise.EQUAL, victim="2", moment="2:backward")
 def test_the_script_has_the_variables_of_the_others(run: Launch, tmp_path: Path) -> None:
     """A sum over all steps, also those that it has passed over, is the same on all workers."""

@@ -71,6 +71,17 @@ def test_what_was_so_at_a_call_is_known_before_it_and_told_on() -> None:
         assert later.record.draws_coming is None
 
 
+def test_the_end_of_the_data_comes_again() -> None:
+    first, later = Script(), Script()
+    with pytest.raises(StopIteration):
+        first.record.of("forward", lambda: next(iter(())))
+    first.record.note("forward", 1)
+    later.record.learn(told(first))
+    with pytest.raises(StopIteration):
+        later.record.of("forward", lambda: pytest.fail("made"))
+    assert later.record.pass_over("forward") == 1
+
+
 def test_a_call_of_the_step_in_which_the_others_stand_is_made() -> None:
     first, later = Script(), Script()
     first.record.note("forward", 1)

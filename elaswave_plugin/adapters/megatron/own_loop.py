@@ -295,12 +295,16 @@ class OwnLoop(ElasticJob):
             self._settle(rng.WORK, self._loop.works_done)
         first, read = stream.take(count), self._read.position
         moment = first if forward_only else step
+        is_whole = self._microbatches.flow.is_healthy or stream.has(first, self.replica, count - 1)
+        if not is_whole:
+            # All replicas' data end alike, and a worker may run none of what is missing.
+            raise StopIteration
 
         def begin(batches: Any, chunk: Any, samples: Samples) -> None:
             size = self._micro_batch_size
             number, replica = divmod(samples.start // size, width)
             stream.deliver(first, replica, number)
-            if not forward_only:
+            if not forward_only and stream.has(first, replica, number):
                 ids = range(read + samples.start, read + samples.stop)
                 self._microbatches.consume(step, samples.start // size, tuple(ids))
             self._buffers.enter(replica)

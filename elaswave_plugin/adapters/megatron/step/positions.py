@@ -33,6 +33,8 @@ class Positions(Part):
     def __init__(self) -> None:
         # In the order in which the script makes them, which drops some.
         self._iterators = WeakValueDictionary[int, HasPosition]()
+        # Of each, where it was when it was made.
+        self._begun: dict[int, int] = {}
         self.made = 0
         """So many were made."""
         self._first = 0
@@ -44,8 +46,8 @@ class Positions(Part):
     def begin_at(self, batch: int, *, steps: int) -> None:
         """Begin a training of ``steps`` steps at this batch: not at 0 in a resumed run."""
         self._first, self.end = batch, batch + steps
-        for one in self._iterators.values():
-            one.position = batch
+        for number, one in self._iterators.items():
+            one.position = self._begun[number] = batch
 
     def add(self, batches: KeyedBatches) -> KeyedBatches:
         """An iterator of the script's."""
@@ -56,6 +58,8 @@ class Positions(Part):
     def follow(self, iterator: HasPosition) -> None:
         """One more, from where it is on."""
         self._iterators[self.made] = iterator
+        self._begun = {one: at for one, at in self._begun.items() if one in self._iterators}
+        self._begun[self.made] = iterator.position
         self.made += 1
 
     def take(self, data_iterator: Any) -> dict[int, int]:
@@ -88,9 +92,9 @@ class Positions(Part):
         return {number: one.position for number, one in self._iterators.items()}
 
     def put_back(self, kept: Any) -> None:
-        """Be there again."""
-        for number in kept.keys() & self._iterators.keys():
-            self._iterators[number].position = kept[number]
+        """Be there again; one that was made since then begins again."""
+        for number, one in self._iterators.items():
+            one.position = kept.get(number, self._begun[number])
 
 
 def first_batch(

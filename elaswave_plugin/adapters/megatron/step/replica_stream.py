@@ -89,6 +89,10 @@ class ReplicaStream:
                 " the replica"
             )
 
+    def has(self, first: int, replica: int, number: int) -> bool:
+        """Return whether a replica's data go on to its ``number``-th batch from ``first`` on."""
+        return self._request(Key(first, (replica, number))) is not None
+
     def deliver(self, first: int, replica: int, number: int) -> None:
         """The next batch is a replica's ``number``-th of those from ``first`` on."""
         self._due = first, replica, number
