@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from queue import Full, Queue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -21,7 +21,9 @@ class AsyncLog(EventLog):
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         super().__init__(path)
-        self._lines: Queue[Mapping[str, Any] | None] = Queue(_MOST_LINES)
+        # One without a lock of Python's: whoever puts a line would wait until a thread that has the
+        # lock is run again, on a busy machine for long.
+        self._lines: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -31,18 +33,17 @@ class AsyncLog(EventLog):
         if self._thread is None:
             self._thread = Thread(target=self._write_all, name="event-log", daemon=True)
             self._thread.start()
-        try:
-            self._lines.put_nowait(record)
-        except Full:
+        if self._lines.qsize() < _MOST_LINES:
+            self._lines.put(record)
+        else:
             self.lost_lines += 1
 
     def close(self) -> None:
         """Wait for what is queued, but no longer than some seconds."""
         if self._thread is not None:
-            try:
-                self._lines.put_nowait(None)
-            except Full:
+            if self._lines.qsize() >= _MOST_LINES:
                 return
+            self._lines.put(None)
             self._thread.join(_FLUSH_S)
             if self._thread.is_alive():
                 return  # it still has the file; the process ends soon
