@@ -21,8 +21,8 @@ class AsyncLog(EventLog):
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         super().__init__(path)
-        # One without a lock of Python's: whoever puts a line would wait until a thread that has the
-        # lock is run again, on a busy machine for long.
+        # One without a lock of Python's: the agent would wait until a thread that has it is run
+        # again, on a busy machine for long.
         self._lines: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._thread: Thread | None = None
 

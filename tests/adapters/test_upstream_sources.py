@@ -31,6 +31,7 @@ CALLS = {
     "megatron/compat/rng.py": "sets the states that recomputation restores",
     "megatron/state/adam.py": "carries the Adams that it makes",
     "megatron/state/layer_units.py": "orders units as its buffers are filled",
+    "megatron/state/open_passes.py": "ends what its pipelines enter",
     "megatron/state/recomputed_buffers.py": "puts back what recomputation changes again",
     "megatron/step/reported_losses.py": "takes losses in the forms that it takes",
     "megatron_lm/loader.py": "reads by its samplers",

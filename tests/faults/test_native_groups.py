@@ -117,6 +117,27 @@ def test_a_loss(run: Launch, reference: Reference) -> None:
     assert {name for name, slots in anew.items() if 4 in slots} == {WORLD}
 
 
+# Python comes to what an interrupted pass has left where a later one computes gradients.
+_LATE_COLLECTOR = """
+import gc
+from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
+gc.disable()
+accumulate = RaggedPipeline._accumulate
+def collecting(self, *args):
+    gc.collect()
+    return accumulate(self, *args)
+RaggedPipeline._accumulate = collecting
+"""
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="5", moment="3:backward")
+def test_a_pass_that_was_interrupted_counts_no_gradients_of_a_later_one(
+    run: Launch, reference: Reference
+) -> None:
+    spec = replace(NATIVE, kills=("5@3:backward",), sabotage=_LATE_COLLECTOR)
+    check_equal(run(spec), reference(NATIVE))
+
+
 @proves(Kind.KILLS, Promise.EQUAL, victim="0 3", moment="2:backward 4:forward")
 @pytest.mark.slow
 def test_a_tp_group_of_two_that_each_lost_a_member(run: Launch, reference: Reference) -> None:

@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.megatron.state.expert_bias import ExpertBiases, ro
 from elaswave_plugin.adapters.megatron.state.global_names import global_names
 from elaswave_plugin.adapters.megatron.state.layer_units import units_of
 from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
+from elaswave_plugin.adapters.megatron.state.open_passes import OpenPasses
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
@@ -123,6 +124,7 @@ class MegatronFramework:
             # From 0.18 on the optimizer gathers by itself, not through the chunks.
             native = getattr(distributed_optimizer, gathering)
             setattr(distributed_optimizer, gathering, self._gathering(native))
+        self._passes = OpenPasses(self.chunks)
         self._watched: list[Any] = []
         worker.stopwatch.on_gpu = next(self.chunks[0].parameters()).is_cuda
         self._watch_layers()
@@ -298,6 +300,7 @@ class MegatronFramework:
 
     def pause(self) -> None:
         """Drop the interrupted step."""
+        self._passes.end()
         self.reduction.drop()
         for chunk in self.chunks:
             buffers.drop_step(chunk)
