@@ -175,6 +175,9 @@ class UserLoop:
 
     def _recover(self) -> None:
         between, completed = self.iteration == 0, self.worker.completed
+        if self.iteration and not self.dead:
+            # What the script has set behind its first batch, where a loss meets its next call.
+            self._steps.state.find()
         self.dead = True
         self.iteration = 0
 

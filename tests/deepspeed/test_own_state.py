@@ -87,6 +87,34 @@ def test_what_is_set_once_stays_set_in_a_redo(
     convoy.check(twin(convoy.planned).trace(), whole)
 
 
+MET_BEFORE_ITS_PASS = """
+import time
+from elaswave_plugin.step_state.step_state import StepState
+enter = StepState.enter_passes
+def enter_later(self):
+    worker, deadline_s = self._worker, time.monotonic() + 60
+    while worker.slot == 0 and worker.completed == 3 and worker.view.epoch == 1:
+        worker.member.check()
+        assert time.monotonic() < deadline_s, "nobody is lost"
+        time.sleep(0.005)
+    enter(self)
+StepState.enter_passes = enter_later
+"""
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="3:backward")
+@pytest.mark.parametrize("mode", sampled(ONCE))
+def test_what_is_set_once_stays_set_where_a_loss_comes_before_the_pass(
+    run: Launch, twin: Twin, mode: str
+) -> None:
+    """Worker 0 has set it, and has begun no pass with it."""
+    spec = of(mode, stage=0, kills=("1@3:backward",), sabotage=MET_BEFORE_ITS_PASS)
+    killed, planned = run(spec), twin(run(replace(spec, sabotage="")))
+    check_survived(planned)
+    assert len(killed.events("fault_fired")) == 1
+    assert killed.trace() == planned.trace()
+
+
 @proves(Kind.KILL, Promise.CLOSE)
 @pytest.mark.parametrize("kill", sampled(["1@3:backward", "0@3:snapshot"]))
 def test_what_a_callback_sets_at_the_begin_of_a_step_stays_set(

@@ -16,9 +16,11 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 # Worker 1 ends agents where it comes to a phase: those of these nodes, by their newest lives. All
-# begin the step of a strike once others live in the place of those that were ended.
+# begin the step of a strike together, once others live in the place of those that were ended: else
+# who dies in it may be a step ahead of worker 1.
 STRIKE = """
 import json, os, signal, time
+import torch.distributed as dist
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.phases import Phases
 begin, fire_phase, rest = GuardedSteps.begin, Phases.fire, {strikes}
@@ -33,6 +35,8 @@ def are_replaced(events):
 def begin_when_replaced(self):
     begin(self)
     worker, deadline_s = self.worker, time.monotonic() + 60
+    if worker.completed in steps:
+        dist.barrier()
     worker.member.announce("a slow batch")
     try:
         while worker.completed in steps and not are_replaced(worker.events):
