@@ -20,7 +20,7 @@ from elaswave_plugin.ipc.relay import connect_by
 from elaswave_plugin.ipc.requests import Answer
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.silence import LIMIT_S, answers, have_probed
-from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
+from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, NOTES
 from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import (
     Check,
@@ -128,7 +128,8 @@ class SnapshotServer:
 
     def _open(self, sock: socket.socket, request: Frame) -> tuple[int, int] | None:
         """Find what is asked for, or answer that it is not here."""
-        found = self._store.open(**{name: request[name] for name in ("owner", "step", "epoch")})
+        of = {name: request[name] for name in ("owner", "step", "epoch")}
+        found = self._store.open(**of, notes=bool(request.get("notes")))
         if found is None:
             send_frame(sock, {"t": "bytes", "error": "no such sealed snapshot here"})
         return found
@@ -278,7 +279,12 @@ class SnapshotCopier:
 
     def _copy(self, sock: socket.socket, record: SealedShard) -> bool:
         """Send all bytes; False where they were overwritten meanwhile."""
-        found = self._store.open(owner=record.owner, step=record.step, epoch=record.epoch)
+        found = self._store.open(
+            owner=record.owner,
+            step=record.step,
+            epoch=record.epoch,
+            notes=record.buffer in NOTES,
+        )
         if found is None:
             return False
         fd, length = found

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from elaswave_plugin.agent.held_copies import HeldCopies, Memory
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.snapshot_record import MEMORIES, read_record
+from elaswave_plugin.ipc.snapshot_record import MEMORIES, NOTES, read_record
 
 
 def buffer_name(slot: int, buffer: int) -> str:
@@ -75,14 +75,17 @@ class SnapshotStore:
         with self._lock:
             return [replace(one, holder_address=address) for _, one in self._sealed()]
 
-    def open(self, *, owner: int, step: int, epoch: int) -> tuple[int, int] | None:
+    def open(
+        self, *, owner: int, step: int, epoch: int, notes: bool = False
+    ) -> tuple[int, int] | None:
         """A descriptor of the memory (the caller closes it) and the length of its body in bytes.
 
-        None where it is not here.
+        ``notes``: of its notes, not of its state. None where it is not here.
         """
         with self._lock:
             for fd, record in self._sealed():
-                if (record.owner, record.step, record.epoch) == (owner, step, epoch):
+                found = record.owner, record.step, record.epoch, record.buffer in NOTES
+                if found == (owner, step, epoch, notes):
                     return os.dup(fd), record.length
         return None
 

@@ -20,9 +20,9 @@ BODY_OFFSET = 1 << 16
 """The offset of the body in bytes; room for the record of some ten thousand workers."""
 BUFFERS = 2
 """The memories of a worker, into which it seals in turn."""
-NOTES = BUFFERS
-"""The number of the memory behind these, in which it leaves notes for those that enter."""
-MEMORIES = BUFFERS + 1
+NOTES = (BUFFERS, BUFFERS + 1)
+"""The memories behind these, in which it leaves notes in turn for those that enter."""
+MEMORIES = BUFFERS + 2
 
 _HEAD = struct.Struct("<II")
 

@@ -62,18 +62,21 @@ class CallRecord:
         kept = _pytree.tree_map_only(torch.Tensor, _copy, returned)
         self._newest.append((call, draws, kept))
         if len(self._newest) == _BLOCK:
-            self._pack()
+            self._blocks += self._packed()
+            self._newest.clear()
 
-    def _pack(self) -> None:
-        calls, self._newest = self._newest, []
+    def _packed(self) -> list[bytes]:
+        """Return the newest calls as a block; none where a value is not plain."""
+        calls = self._newest
         if torch.cuda.is_available():
             # Here, not at each call, as the host would wait for the device there.
             calls = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, calls)
         try:
-            self._blocks.append(zlib.compress(packed(calls, _WHAT), 1))
+            return [zlib.compress(packed(calls, _WHAT), 1)]
         except ConfigurationError as flaw:
             self._flaw = str(flaw)
             self._blocks.clear()
+            return []
 
     def of(self, call: str, make: Callable[[], Any], *, is_made: bool = False) -> Any:
         """Return what ``make()`` does to the script, or has returned to the others.
@@ -139,8 +142,8 @@ class CallRecord:
 
     def told(self) -> list[bytes] | str:
         """Return all of it, or why it cannot be told: a value that is not plain."""
-        self._pack()
-        return [*self._blocks] if self._flaw is None else self._flaw
+        told = [*self._blocks, *self._packed()]
+        return told if self._flaw is None else self._flaw
 
     def learn(self, told: list[bytes]) -> None:
         """Have all of these calls passed over."""

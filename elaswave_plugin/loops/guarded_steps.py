@@ -89,6 +89,7 @@ class GuardedSteps:
                 worker.state.seal_at_boundary(self._framework, step)
                 worker.notes.leave(step, view.epoch)
             raise
+        worker.notes.leave_in(step)
         for change in self._changes:
             if change.step == step and change.slot in worker.view.ranks and not change.arrives:
                 worker.state.seal_at_boundary(self._framework, step)

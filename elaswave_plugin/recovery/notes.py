@@ -1,15 +1,18 @@
 """Notes on the script's loop, which a worker leaves that alone knows it, before others enter.
 
 Newcomers are told by those that were there. Where all of these are lost before they have told, the
-notes say it: they lie with the snapshots, and outlive the worker as these do.
+notes say it: they lie with the snapshots, and outlive the worker as these do. Others enter between
+two steps; who goes on where the last one was lost in a step begins with that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.ipc.snapshot_record import NOTES
 from elaswave_plugin.values.packed import packed, unpacked
@@ -36,14 +39,42 @@ class Notes:
     def leave(self, step: int, epoch: int) -> None:
         """Leave notes before ``step``, where others enter in view ``epoch``, if nobody else can."""
         if self._worker.state.is_alone:
-            told = {name: tell(step) for name, tell in self._tell.items()}
-            self._worker.state.seal_notes(packed(told, _WHAT), step=step, epoch=epoch)
+            self._worker.state.seal_notes(self._packed(step), step=step, epoch=epoch)
+
+    def leave_in(self, step: int) -> None:
+        """Leave them as a step begins in which this worker may be lost while another one waits.
+
+        Not where they would take memory that the step may need.
+        """
+        worker, state = self._worker, self._worker.state
+        is_full = len(worker.view.ranks) == worker.most
+        if state.is_alone and state.is_sealed(step) and not is_full:
+            notes = self._packed(step)
+            if state.has_room_for(notes):
+                state.seal_notes(notes, step=step, epoch=worker.view.epoch)
+
+    def _packed(self, step: int) -> bytes:
+        return packed({name: tell(step) for name, tell in self._tell.items()}, _WHAT)
 
     def find(self, inventory: Iterable[SealedShard]) -> None:
         """A view was committed with all that is sealed: find the notes among it, newest first."""
-        found = [one for one in inventory if one.buffer == NOTES]
+        found = [one for one in inventory if one.buffer in NOTES]
         self._found = sorted(found, key=lambda one: (one.age, one.holder), reverse=True)
         self._read = None
+
+    def last_step(self, facts: Mapping[int, WorkerFacts]) -> float:
+        """Return the step beyond which nobody knows the loop, by the facts of a view's workers.
+
+        Of a worker that was alone in its part of the model and is lost, that is the last one before
+        which it left notes. Alike on all workers.
+        """
+        knowing = {slot: told for slot, told in facts.items() if told.step}
+        left = [one for one in self._found if one.owner not in knowing]
+        placed = (told.placed_epoch for told in knowing.values())
+        since = max(placed, default=left[0].epoch if left else 0)
+        noted = {one.owner: one.step for one in reversed(left) if one.epoch >= since}
+        reached = [max(told.step for told in knowing.values())] if knowing else []
+        return min((*noted.values(), *reached), default=math.inf)
 
     def are_of(self, shard_group: tuple[int, int]) -> bool:
         """Return whether a worker of that part of the model has left any before the present step.

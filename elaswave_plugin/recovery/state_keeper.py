@@ -14,7 +14,7 @@ from elaswave_plugin.core.recovery_plan.placement import Placement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, copy_targets
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.framework import Framework
-from elaswave_plugin.ipc.snapshot_record import BUFFERS, NOTES
+from elaswave_plugin.ipc.snapshot_record import BUFFERS
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.seal_interval import SealInterval
@@ -74,8 +74,7 @@ class StateKeeper:
         self.begin_epoch(view, placement)
         if not self._config.snapshots:
             return
-        self._notes = NotesMemory(self._member.snapshot_fds[NOTES], slot=self._member.slot)
-        self._has_notes = False
+        self._notes = NotesMemory(self._member.snapshot_fds[BUFFERS:], slot=self._member.slot)
         copies, slot = self._config.snapshot_copies, self._member.slot
         self.memory = SnapshotMemory(view, placement, copies=copies, alignment=alignment)
         """What the workers of this view take."""
@@ -148,7 +147,7 @@ class StateKeeper:
 
     def seal_at_boundary(self, framework: Framework, step: int) -> None:
         """Seal the state after ``step`` steps where it is not: the view changes before the next."""
-        if step != self._base_step:
+        if not self.is_sealed(step):
             # The view that is proposed has to wait for it.
             self._seal(framework, step, check=lambda: None)
             self.finish_seal()
@@ -159,14 +158,25 @@ class StateKeeper:
         group = self._shard_group
         return self._config.snapshots and group is not None and len(group.ranks) == 1
 
+    def has_room_for(self, notes: bytes) -> bool:
+        """Return whether the machine has the memory for notes, or they have it from others."""
+        return self._notes.has_room_for(notes, available_bytes=available_bytes())
+
     def seal_notes(self, notes: bytes, *, step: int, epoch: int) -> None:
-        """Seal notes of this worker, which is alone; raises ConfigurationError."""
+        """Seal notes of this worker, which is alone; raises ConfigurationError.
+
+        Other nodes hold them where the view changes, and not in each step.
+        """
         assert self._shard_group is not None
         record = self._notes.seal(notes, step=step, epoch=epoch, shard_group=self._shard_group.key)
-        self._has_notes = True
-        self._member.sealed(
-            record, [one for one in self._copy_targets() if not self._is_local(one)]
-        )
+        if epoch > self._view.epoch:
+            self._member.sealed(
+                record, [one for one in self._copy_targets() if not self._is_local(one)]
+            )
+
+    def is_sealed(self, step: int) -> bool:
+        """Return whether a recovery to ``step`` needs no older seal, once the last one is done."""
+        return self._base_step == step
 
     def went_back(self, step: int, buffer: int) -> None:
         """The state is that after ``step`` steps again, as all have sealed it in this buffer."""
@@ -203,6 +213,9 @@ class StateKeeper:
             return
         self._base_step = step
         self._seals_in_epoch += 1
+        if self._seals_in_epoch == 1 and not self.is_alone:
+            # The update before it was made with those that have come since: they know the loop.
+            self._notes.free()
         if self._shard_group is not None:
             check = check or self._member.check
             self._seal_shard(framework, step, self._shard_group, check=check)
@@ -211,9 +224,6 @@ class StateKeeper:
         if self._seals_in_epoch == 2:
             # The collective between the two has shown that the first is safe everywhere.
             self._member.release(self._view.epoch)
-            if self._has_notes:
-                self._has_notes = False
-                self._notes.free()
 
     def _seal_shard(
         self,

@@ -28,7 +28,7 @@ from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.phase_clock import PhaseClock
-from elaswave_plugin.ipc.snapshot_record import NOTES
+from elaswave_plugin.ipc.snapshot_record import BUFFERS
 from elaswave_plugin.recovery.given_settings import check_given
 from elaswave_plugin.recovery.notes import Notes
 from elaswave_plugin.recovery.phases import Phases
@@ -206,6 +206,11 @@ class Worker:
         """So many replicas may every stage have beyond those of the launch."""
         return grown_replicas(self.reserve, tp=self._tp, pp=self._pp)
 
+    @property
+    def most(self) -> int:
+        """The most workers that the job may have."""
+        return len(self.launch_slots) + self.reserve
+
     def groups_at_launch(self) -> dict[str, tuple[int, ...]]:
         """Return the groups before a change, by the slots of the launch that workers stand for."""
         home = dict(zip(self.view.ranks, self.launch_slots, strict=True))
@@ -367,6 +372,7 @@ class Worker:
         The work is dealt here, once, however many snapshots turn out to be damaged.
         """
         unreadable = {one for told in commit.facts.values() for one in told.unreadable}
+        last = self.notes.last_step(commit.facts)
         return partial(
             make_plan,
             epoch=commit.view.epoch,
@@ -376,7 +382,9 @@ class Worker:
             dataflow=self.relief.deal(),
             alignment=self.state.alignment,
             inventory=[
-                one for one in commit.inventory if one not in unreadable and one.buffer != NOTES
+                one
+                for one in commit.inventory
+                if one.buffer < BUFFERS and one.step <= last and one not in unreadable
             ],
             live={slot: told.live for slot, told in commit.facts.items()},
         )

@@ -39,6 +39,7 @@ class _Sealed(NamedTuple):
     owner: int
     step: int
     epoch: int
+    notes: bool
 
 
 class _Memory(NamedTuple):
@@ -92,12 +93,20 @@ class Fetcher:
             raise LinkError(f"agent at {address} cannot be reached: {error}") from error
 
     def ask(
-        self, *, owner: int, step: int, epoch: int, offset: int, length: int, timeout_s: float
+        self,
+        *,
+        owner: int,
+        step: int,
+        epoch: int,
+        offset: int,
+        length: int,
+        timeout_s: float,
+        notes: bool = False,
     ) -> None:
         """Ask for what a later fetch takes, so that it is on its way by then; raises LinkError."""
         if self._is_near:
             return
-        request = {"owner": owner, "step": step, "epoch": epoch, "offset": offset}
+        request = {**_Sealed(owner, step, epoch, notes)._asdict(), "offset": offset}
         request["length"] = length
         try:
             self._sock.settimeout(timeout_s)
@@ -110,14 +119,23 @@ class Fetcher:
         self._asked.append(request)
 
     def fetch(
-        self, *, owner: int, step: int, epoch: int, offset: int, into: memoryview, timeout_s: float
+        self,
+        *,
+        owner: int,
+        step: int,
+        epoch: int,
+        offset: int,
+        into: memoryview,
+        timeout_s: float,
+        notes: bool = False,
     ) -> None:
         """Fill `into` with the bytes from `offset` of the snapshot of `owner` at (step, epoch).
 
-        What was asked for ahead is fetched in the order in which it was asked for.
+        ``notes``: of its notes, not of its state. What was asked for ahead is fetched in the order
+        in which it was asked for.
         Raises LinkError where the bytes are not there or the agent does not deliver in time.
         """
-        sealed, view = _Sealed(owner, step, epoch), into.cast("B")
+        sealed, view = _Sealed(owner, step, epoch, notes), into.cast("B")
         what = f"snapshot of worker {owner} at step {step} (view {epoch})"
         take = self._read if self._is_near else self._receive
         try:

@@ -173,7 +173,7 @@ def read_parts(
 
 @contextmanager
 def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[VerifiedReader]:
-    if source.holder == access.slot and not source.is_copy and source.buffer != NOTES:
+    if source.holder == access.slot and not source.is_copy and source.buffer not in NOTES:
         copy = access.pool.reader(source.buffer)
 
         def read_own(offset: int, into: memoryview) -> None:
@@ -193,12 +193,17 @@ def _open(source: SealedShard, plan: RecoveryPlan, access: Access) -> Iterator[V
             check=access.check,
         ) as fetcher:
             of = {"owner": source.owner, "step": source.step, "epoch": source.epoch}
+            notes = source.buffer in NOTES
 
             def ask(offset: int, length: int) -> None:
-                fetcher.ask(**of, offset=offset, length=length, timeout_s=access.timeout_s)
+                fetcher.ask(
+                    **of, notes=notes, offset=offset, length=length, timeout_s=access.timeout_s
+                )
 
             def read(offset: int, into: memoryview) -> None:
-                fetcher.fetch(**of, offset=offset, into=into, timeout_s=access.timeout_s)
+                fetcher.fetch(
+                    **of, notes=notes, offset=offset, into=into, timeout_s=access.timeout_s
+                )
 
             yield VerifiedReader(source, read, ask=ask)
     except LinkError as error:

@@ -91,3 +91,11 @@ def test_a_failure_before_it_has_left_keeps_who_was_to_leave() -> None:
         cluster.do(command)
     assert cluster.boundary  # all are on their way to the step before which it leaves
     assert tell(cluster, "exit 1 SIGKILL", "quiesce all") == [0, 2, 3]
+
+
+def test_a_stage_that_loses_its_last_worker_goes_on_with_who_waits() -> None:
+    """Between two steps it had been let in; without one that waits, the job would end."""
+    cluster = job(layout={**PIPELINES, "why_workers_stay": None})
+    for command in ("exit 1 SIGKILL", "quiesce all", "exit 3 SIGKILL", "quiesce all", "seal all"):
+        cluster.do(command)
+    assert tell(cluster, "respawn 3", "exit 2 SIGKILL", "quiesce all") == [0, 3]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.deepspeed.conftest import Launch, Twin
-from tests.deepspeed.harness import EngineSpec, as_it_counted, check_recovered
+from tests.deepspeed.harness import FP32_BOUND, EngineSpec, as_it_counted, check_recovered
 from tests.deepspeed.test_fp16 import ALLOWED, FP16, scales, skipped
 from tests.deepspeed.test_join import entered, sizes
 from tests.deepspeed.test_pipeline import PAIRS, PP2_DP2, check_pipeline, seen_by
@@ -361,3 +361,18 @@ def test_a_script_that_ends_too_early_is_told(run: Launch) -> None:
     assert f"has ended after 1 steps of {back} that the others have behind" in stopped.output
     assert stopped.returncode == 0 and sizes(stopped) == [4, 3, 4, 3]
     assert "exit code 2" in [event["status"] for event in stopped.events("worker_exited")]
+
+
+@pytest.mark.slow
+@proves(Kind.RETURN_LOSS, Promise.CLOSE, victim="3 2")
+@pytest.mark.parametrize("phase", ["backward", "snapshot", "body"])
+def test_the_last_of_a_stage_is_lost_in_a_step_while_another_waits(
+    run: Launch, reference: Launch, phase: str
+) -> None:
+    kills = ("3@1:backward", f"2@4:{phase}")
+    spec = replace(PP2_DP2, steps=STEPS, respawn=5, kills=kills, awaits=((4, 1),))
+    survived = run(spec)
+    check_survived(survived)
+    wanted = reference(replace(spec, awaits=()))
+    assert max_relative_difference(survived, wanted) <= FP32_BOUND
+    assert entered(survived)[0][:2] == (3, 1)

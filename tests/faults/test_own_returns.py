@@ -256,6 +256,18 @@ def test_the_last_that_knows_the_loop_is_lost_while_another_enters(
     assert entered(survived) == [(1, 1)]
 
 
+@proves(Kind.RETURN_LOSS, Promise.EQUAL, victim="0")
+@pytest.mark.parametrize("phase", ["backward", "body"])
+def test_the_last_is_lost_in_a_step_while_another_waits(
+    run: Launch, reference: Reference, phase: str
+) -> None:
+    """It makes the calls again that the lost one had made since that step began."""
+    spec = replace(spec_of(1, "backward"), nproc=2, respawn=5, awaits=((4, 1),))
+    survived = run(replace(spec, kills=(*spec.kills, f"0@4:{phase}")))
+    check_equal(survived, reference(replace(VERBS, nproc=2)))
+    assert entered(survived)[0] == (1, 1)
+
+
 _RESUMES = """\
     tracker = Path(args.save) / "latest_checkpointed_iteration.txt"
     if tracker.exists():

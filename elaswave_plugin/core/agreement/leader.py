@@ -380,6 +380,7 @@ class Agreement(Candidate):
             self._reports,
             lost=self.nodes.without_agent,
             outside=self._outside,
+            layout=self.layout,
             must_propose=self._must_propose,
             now_s=now_s,
         )

@@ -37,14 +37,15 @@ def find_next_view(
     *,
     lost: Mapping[int, str],
     outside: Iterable[int],
+    layout: Mapping[str, Any] | None,
     must_propose: bool,
     now_s: float,
 ) -> NextView | None:
     """Return the view that a leader proposes on top of ``base``, or None if nothing changes.
 
     ``opened``: its open proposal; ``lost``: evidence by slot that has no agent; ``outside``:
-    members of ``base`` that were never told of it; ``must_propose``: ``base`` itself is not known
-    to be committed everywhere.
+    members of ``base`` that were never told of it; ``layout``: as JSON, None in a data-parallel
+    job; ``must_propose``: ``base`` itself is not known to be committed everywhere.
     """
     events = reports.events(base, lost, now_s)
     for slot in outside:
@@ -58,11 +59,11 @@ def find_next_view(
         change = next_view(base, events, now_s)
         if change is None and reports.severed is not None and is_severed:
             return NextView(replace(base, reason=reports.severed[0]))
-        if change is not None and not change.ranks:
-            # Those that wait go on alone, from what these have sealed.
+        if change is not None and not _goes_on(change.ranks, layout):
+            # With those that wait, or by them alone, from what these have sealed.
             grown = grown_view(change, reports.waiting(lost))
-            assert grown is not None, "else the job is over"
-            change = replace(grown, reason=f"{change.reason}; {grown.reason}")
+            if grown is not None:
+                change = replace(grown, reason=f"{change.reason}; {grown.reason}")
         return NextView(change or base)
     if opened is not None and not opened.boundary:
         return NextView(opened.view)
@@ -80,6 +81,11 @@ def find_next_view(
     # Workers that have stopped for the open proposal go on as they were.
     gone = ", ".join(sorted(map(str, newcomers)))
     return NextView(replace(base, reason=f"worker {gone}, about to join, is gone"))
+
+
+def _goes_on(slots: Collection[int], layout: Mapping[str, Any] | None) -> bool:
+    """Return whether the job can go on with these workers only."""
+    return bool(slots) and (layout is None or why_needed(layout, slots) is None)
 
 
 def boundary_of(nodes: Iterable[int], begun: Mapping[int, Begun]) -> int | None:
