@@ -29,9 +29,14 @@ def test_the_last_that_knows_the_loop_is_lost_while_another_enters(
     spec = replace(TWO, script=script, kills=(*KILLS, "0@4:move"), changes=CHANGES)
     survived, undisturbed = run(spec), reference(spec)
     check_equal(survived, undisturbed)
-    assert entered(survived) == [(1, 1)]
-    (found,) = averages(survived).values()
-    assert found == averages(undisturbed)["average-0"]
+    check_first(survived, undisturbed)
+
+
+def check_first(survived: Outcome, undisturbed: Outcome) -> None:
+    """Worker 1 came back first, and has the average; on a busy machine worker 0 is back as well."""
+    assert entered(survived)[0] == (1, 1)
+    wanted, found = averages(undisturbed)["average-0"], averages(survived)
+    assert found and all(one == wanted for one in found.values())
 
 
 @pytest.mark.slow
@@ -41,7 +46,7 @@ def test_it_is_lost_in_any_phase_of_that(run: Launch, reference: Reference, phas
     spec = replace(TWO, kills=(*KILLS, f"0@4:{phase}"), changes=CHANGES)
     survived = run(spec)
     check_equal(survived, reference(spec))
-    assert len(entered(survived)) == 1
+    assert entered(survived)[0] == (1, 1)
 
 
 @pytest.mark.slow
@@ -102,10 +107,7 @@ def test_the_last_is_lost_in_a_step_while_another_waits(
 def check_goes_on(survived: Outcome, undisturbed: Outcome) -> None:
     """It has gone back to step 4, and all is equal, also the average that the body makes."""
     check_equal(survived, undisturbed)
-    assert entered(survived)[0] == (1, 1)
-    (found, *others) = averages(survived).values()
-    assert all(other == found for other in others)
-    assert found == averages(undisturbed)["average-0"]
+    check_first(survived, undisturbed)
     first = next(one for one in survived.events("recovered") if one["newcomers"])
     assert first["restored_step"] == 4
 
