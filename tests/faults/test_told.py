@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from elaswave_plugin.launch.torchrun import UNHEARD
+from elaswave_plugin.observer.run import read_run
 from tests.deepspeed import hf_runs
 from tests.deepspeed.checkpoints import parts, same
 from tests.deepspeed.harness import EngineSpec
@@ -268,6 +269,12 @@ def check(case: Case, run: Outcome, folder: Path, code: int, wanted: Wanted) -> 
     assert run.output.count("Traceback (most") == run.output.count(".SignalException: Process ")
 
 
+def check_stays(directory: Path) -> None:
+    """Check that one worker goes on, as the last view of so many that came one by one says."""
+    views = read_run(directory).of_kind("view_committed")
+    assert len(views[-1]["ranks"]) == 1
+
+
 @proves(Kind.ALL_LEAVE, Promise.WHOLE)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -282,6 +289,10 @@ def test_told_to_end(
         with started(spec, zygote=zygote, data=data, directory=directory) as (launcher,):
             wait_for(mark, directory / "output")
             tell(case, tmp_path, launcher.pid)
+            if case.becomes is Becomes.STAYS:
+                wait_for_step(directory, 20)
+                check_stays(directory)
+                return
             code = launcher.wait(SAVE_S)
     else:
         with under(case.launcher, spec, data=data, directory=directory) as process:

@@ -17,6 +17,7 @@ class Becomes(StrEnum):
     LEFT = "all leave, nothing saved"
     UNHEARD = "nobody hears it"
     KILLED = "all are killed, nothing saved"
+    STAYS = "all but one leave"
 
 
 class Case(NamedTuple):
@@ -50,7 +51,8 @@ TASKS = "sbatch: exec srun python -m elaswave_plugin.run"
 SIGNALS = ("SIGTERM", "SIGUSR1")
 # As systemd does, and most schedulers.
 TO_ALL = "SIGTERM to all"
-WAYS = (*SIGNALS, "a notice file", "elaswave drain")
+NOTICE, DRAIN = "a notice file", "elaswave drain"
+WAYS = (*SIGNALS, NOTICE, DRAIN)
 
 
 def pairwise(*factors: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -68,12 +70,40 @@ def of_trainer(told: str, phase: str, launcher: str, loop: str) -> Case:
     """The case of a Trainer, which has a place for a checkpoint by its own setting only."""
     saves = loop == JIT
     becomes = Becomes.SAVED if saves and phase != BEFORE else Becomes.LEFT
+    if told == DRAIN and not saves:
+        becomes = Becomes.STAYS
     if launcher == TORCHRUN and told == "SIGUSR1":
         becomes = Becomes.KILLED
     if launcher == DEEPSPEED and told in SIGNALS:
         becomes = Becomes.UNHEARD
     return Case(told, phase, launcher, loop, becomes, saves)
 
+
+# Beyond the pairs, under `elaswave run`: a signal that a trainer's own handler may take (to all),
+# and requests that agents make, in each phase that they meet in another way.
+OF_TRAINERS = (
+    *(
+        of_trainer(told, phase, OURS, JIT)
+        for told, phases in {
+            "SIGTERM": (COMPILING, BETWEEN, EVALUATION),
+            "SIGUSR1": (BEFORE, SAVE),
+            TO_ALL: (BEFORE, COMPILING, BETWEEN, SAVE),
+            NOTICE: (BEFORE, COMPILING, BETWEEN, EVALUATION, SAVE),
+            DRAIN: (FIRST, COMPILING, BETWEEN, EVALUATION, SAVE),
+        }.items()
+        for phase in phases
+    ),
+    *(
+        of_trainer(told, phase, OURS, TRAINER)
+        for told, phases in {
+            "SIGTERM": (FIRST, SAVE),
+            TO_ALL: (BEFORE, SAVE),
+            NOTICE: (COMPILING, BETWEEN, SAVE),
+            DRAIN: (COMPILING, BETWEEN, EVALUATION, SAVE),
+        }.items()
+        for phase in phases
+    ),
+)
 
 CASES = (
     *(
@@ -104,6 +134,7 @@ CASES = (
             (JIT, TRAINER),
         ),
     ),
+    *OF_TRAINERS,
 )
 
 # `scancel --signal` is what `#SBATCH --signal` does, now; with `--batch` as with `B:`.
@@ -122,5 +153,16 @@ SLURM_CASES = tuple(
         (BATCH, "#SBATCH --signal=B:TERM@S", Becomes.SAVED),
         (BATCH, "scancel --signal=TERM", Becomes.UNHEARD),
         (TASKS, "scancel", Becomes.SAVED),
+    )
+) + tuple(
+    Case(told, BETWEEN, launcher, loop, becomes, loop == JIT)
+    for launcher, told, loop, becomes in (
+        (SRUN, "scancel", JIT, Becomes.SAVED),
+        (SRUN, "scancel --signal=USR1", JIT, Becomes.SAVED),
+        (SRUN, "#SBATCH --signal=TERM@S", JIT, Becomes.SAVED),
+        (BATCH, "#SBATCH --signal=B:TERM@S", JIT, Becomes.SAVED),
+        (TASKS, "scancel", JIT, Becomes.SAVED),
+        (SRUN, "scancel", TRAINER, Becomes.LEFT),
+        (BATCH, "scancel --batch --signal=USR1", TRAINER, Becomes.LEFT),
     )
 )
