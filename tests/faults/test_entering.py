@@ -141,3 +141,25 @@ def test_the_last_of_a_stage_is_lost_in_a_step_while_another_waits(
     check_equal(survived, undisturbed)
     wanted = list(averages(undisturbed).values())
     assert all(found in wanted for found in averages(survived).values())
+
+
+@pytest.mark.slow
+@proves(Kind.RETURN_LOSS, Promise.EQUAL, victim="0")
+def test_the_last_is_lost_while_another_waits_on_another_node(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """State and notes come from the node of who was lost."""
+    script = own_scripts.write(tmp_path, *own_scripts.AVERAGES)
+    spec = replace(TWO, nodes=2, script=script, awaits=((4, 1),))
+    survived = run(replace(spec, kills=("1@2:backward", "0@4:body")))
+    check_goes_on(survived, reference(spec))
+
+
+@pytest.mark.slow
+@proves(Kind.COPIES, Promise.STOPS, victim="0")
+def test_with_its_node_the_only_state_is_lost(run: Launch) -> None:
+    """Nobody else held what it has sealed since it was alone."""
+    spec = replace(TWO, nodes=2, kills=("1@1:backward",), awaits=((3, 1),), lost_nodes=(0,))
+    ended = run(spec)
+    assert ended.returncode == 1
+    assert "no node with the training's state can be reached" in ended.output

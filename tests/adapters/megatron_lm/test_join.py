@@ -75,6 +75,20 @@ def test_who_has_come_back_is_interrupted_in_its_first_step(run: Launch, referen
     assert entered == [(0, 4)]
 
 
+@pytest.mark.slow
+@proves(Kind.RETURN_LOSS, Promise.EQUAL, victim="1 0")
+@pytest.mark.parametrize("phase", ["backward", "body"])
+def test_the_last_is_lost_in_a_step_while_another_waits(
+    run: Launch, reference: Launch, phase: str
+) -> None:
+    spec = ScriptSpec(nproc=2, global_batch=4, respawn=5, awaits=((3, 1),))
+    spec = replace(spec, kills=("1@1:backward", f"0@3:{phase}"))
+    survived = run(spec)
+    assert survived.returncode == 0, survived.output[-4000:]
+    assert survived.trace() == reference(spec).trace()
+    assert survived.events("entered")[0]["slot"] == 1
+
+
 @proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", range(8))
