@@ -7,7 +7,7 @@ the same variables, and has computed and met nothing on the way.
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,15 @@ from elaswave_plugin.values.packed import packed, unpacked
 
 _WHAT = "what the calls of the script's loop returned"
 _ENDS = "at the end of its data"
-# So many calls are packed together: numbers of one kind take less room so.
+_NOTHING = "nothing more before their present step"
+# So many calls are packed together: numbers of one kind take less room so. As many are kept as they
+# are, for those who are a few calls behind.
 _BLOCK = 512
+# What a call returns beyond this many bytes is not kept.
+_LARGEST = 1 << 20
+
+# The name of a call, the draws behind it, and in a list what it returned; nothing if not kept.
+Entry = tuple[str, Any, list[Any]]
 
 
 class CallRecord:
@@ -28,22 +35,24 @@ class CallRecord:
     def __init__(
         self,
         *,
-        lags: Callable[[], bool],
-        draws: Callable[[], Any],
-        follow_draws: Callable[[Any], object],
+        lags: Callable[[], bool] = lambda: False,
+        draws: Callable[[], Any] = lambda: None,
+        follow_draws: Callable[[Any], object] = lambda told: None,
+        own: Collection[str] = (),
     ) -> None:
         """``lags()``: whether the script is at steps that the others have behind them.
 
         ``draws()``: what its draws follow from behind a call, a plain value; ``follow_draws`` has
-        them follow from that again.
+        them follow from that again. ``own``: calls that some workers' scripts make, and others not.
         """
         self._lags = lags
         self._draws, self._follow_draws = draws, follow_draws
+        self._own = frozenset([*own, *(f"{call} {_ENDS}" for call in own)])
         self._blocks: list[bytes] = []
-        self._newest: list[tuple[str, Any, Any]] = []
-        self._coming: deque[tuple[str, Any, Any]] = deque()
+        self._newest: list[Entry] = []
+        self._coming: deque[Entry] = deque()
         self._blocks_coming: deque[bytes] = deque()
-        self._passed = 0
+        self._made = 0
         # Why no later worker can be told.
         self._flaw: str | None = None
 
@@ -53,29 +62,35 @@ class CallRecord:
         return bool(self._coming) or self._lags()
 
     def note(self, call: str, returned: Any) -> None:
-        """Note what a call has returned to the script; values that are not plain end the record."""
+        """Note what a call has returned to the script.
+
+        Values that are not plain, or large, are not kept, and end what a later worker can be told.
+        """
         self._append(call, self._draws(), returned)
 
     def _append(self, call: str, draws: Any, returned: Any) -> None:
-        if self._flaw is not None:
-            return
-        kept = _pytree.tree_map_only(torch.Tensor, _copy, returned)
+        self._made += 1
+        size = sum(one.nbytes for one in _pytree.tree_leaves(returned) if torch.is_tensor(one))
+        if size > _LARGEST:
+            self._end(f"{call} has returned {size} bytes, and at most {_LARGEST} are kept")
+        kept = [_pytree.tree_map_only(torch.Tensor, _copy, returned)] if size <= _LARGEST else []
         self._newest.append((call, draws, kept))
-        if len(self._newest) == _BLOCK:
-            self._blocks += self._packed()
-            self._newest.clear()
+        if len(self._newest) == 2 * _BLOCK:
+            oldest, self._newest = self._newest[:_BLOCK], self._newest[_BLOCK:]
+            self._blocks += self._packed(oldest)
 
-    def _packed(self) -> list[bytes]:
-        """Return the newest calls as a block; none where a value is not plain."""
-        calls = self._newest
-        if torch.cuda.is_available():
-            # Here, not at each call, as the host would wait for the device there.
-            calls = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, calls)
+    def _end(self, flaw: str) -> None:
+        self._flaw = self._flaw or flaw
+        self._blocks.clear()
+
+    def _packed(self, calls: Sequence[Entry]) -> list[bytes]:
+        """Pack calls into a block; into none where the record has ended, or ends by them."""
+        if self._flaw is not None or not calls:
+            return []
         try:
-            return [zlib.compress(packed(calls, _WHAT), 1)]
+            return [block_of(calls)]
         except ConfigurationError as flaw:
-            self._flaw = str(flaw)
-            self._blocks.clear()
+            self._end(str(flaw))
             return []
 
     def of(self, call: str, make: Callable[[], Any], *, is_made: bool = False) -> Any:
@@ -83,35 +98,69 @@ class CallRecord:
 
         ``is_made``: make it in any case, as one of the step in which the others stand.
         """
+        ends, own = f"{call} {_ENDS}", None
+        comes = self._next_of(call, ends)
         if not self.is_behind:
             try:
-                returned = make()
+                own = make()
             except StopIteration:
                 # A script may catch it, as the end of its data.
-                self.note(f"{call} {_ENDS}", None)
-                raise
-            self.note(call, returned)
-            return returned
-        ends = f"{call} {_ENDS}"
-        is_end = bool(self._coming) and self._coming[0][0] == ends
-        returned = self.pass_over(ends if is_end else call)
+                if not self.is_behind:
+                    self.note(ends, None)
+                    raise
+            if not self.is_behind:
+                self.note(call, own)
+                return own
+            # A loss has met it, and another worker has it behind it.
+            comes = self._next_of(call, ends)
+        if comes is None and call in self._own:
+            return make()
+        returned = self.pass_over(comes or call, own)
         if is_made:
             return make()
-        if is_end:
+        if comes == ends:
             raise StopIteration
         return returned
 
-    def pass_over(self, call: str) -> Any:
+    def _next_of(self, *calls: str) -> str | None:
+        """Return which of these comes next, behind what others have called by themselves; or None.
+
+        The last of those are left out, where these are calls of all.
+        """
+        number = 0
+        while number < len(self._coming) or self._blocks_coming:
+            if number == len(self._coming):
+                self._coming.extend(calls_of(self._blocks_coming.popleft()))
+            call = self._coming[number][0]
+            if call in calls:
+                for _ in range(number):
+                    self._coming.popleft()
+                return call
+            if call not in self._own:
+                return None
+            number += 1
+        if self._coming and calls[0] not in self._own:
+            self._coming.clear()
+            self._level()
+        return None
+
+    def _level(self) -> None:
+        """The script has come to the call that the others make next."""
+
+    def pass_over(self, call: str, own: Any = None) -> Any:
         """Return what the next call returned to the others; raises ConfigurationError for another.
 
-        It is noted here as well, for those who come after this worker.
+        ``own``: what it has returned here, for what the others have not kept. It is noted here as
+        well, for those who come after this worker.
         """
-        theirs = self._coming[0][0] if self._coming else "nothing more before their present step"
-        if theirs != call:
+        if self._next_of(call) is None:
+            theirs = next((one for one, _, _ in self._coming if one not in self._own), _NOTHING)
             raise ConfigurationError(self._differs(call, theirs))
-        _, draws, returned = self._coming.popleft()
+        _, draws, kept = self._coming.popleft()
         self._unpack()
-        self._passed += 1
+        if not self._coming:
+            self._level()
+        returned = kept[0] if kept else own
         self._follow_draws(draws)
         self._append(call, draws, returned)
         return returned
@@ -135,25 +184,40 @@ class CallRecord:
     def _differs(self, mine: str, theirs: str) -> str:
         return (
             f"this worker came later, and its script calls {mine} where those of the others called"
-            f" {theirs}, after {self._passed} calls: a script runs from its start in such a worker,"
+            f" {theirs}, after {self._made} calls: a script runs from its start in such a worker,"
             " and has to do the same, whatever its rank is and whatever files the job has written"
             " since; where it goes on from a checkpoint of this run, set respawn to 0"
         )
 
     def told(self) -> list[bytes] | str:
-        """Return all of it, or why it cannot be told: a value that is not plain."""
-        told = [*self._blocks, *self._packed()]
-        return told if self._flaw is None else self._flaw
+        """Return all of it, also what is to be passed over, or why it cannot be told."""
+        newest, coming = self._packed(self._newest), self._packed(self._coming)
+        blocks = [*self._blocks, *newest, *coming, *self._blocks_coming]
+        return blocks if self._flaw is None else self._flaw
 
     def learn(self, told: list[bytes]) -> None:
         """Have all of these calls passed over."""
-        self._blocks_coming.extend(told)
+        self._coming.clear()
+        self._blocks_coming = deque(told)
         self._unpack()
 
     def _unpack(self) -> None:
         while self._blocks_coming and not self._coming:
-            block = zlib.decompress(self._blocks_coming.popleft())
-            self._coming.extend(map(tuple, unpacked(block, _WHAT)))
+            self._coming.extend(calls_of(self._blocks_coming.popleft()))
+
+
+def block_of(calls: Iterable[Entry]) -> bytes:
+    """Pack calls; raises ConfigurationError for values that are not plain."""
+    calls = [*calls]
+    if torch.cuda.is_available():
+        # Here, not at each call, as the host would wait for the device there.
+        calls = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, calls)
+    return zlib.compress(packed(calls, _WHAT), 1)
+
+
+def calls_of(block: bytes) -> list[Entry]:
+    """Return the calls of a block."""
+    return [(call, draws, kept) for call, draws, kept in unpacked(zlib.decompress(block), _WHAT)]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,9 @@ class CalledLoop(UserLoop):
         self.iteration += 1
         return batch
 
-    def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
+    def call(
+        self, work: Callable[[], Result], *, instead: Callable[[], Result], counts: bool = True
+    ) -> Result:
         """A part of a step; between two steps, ``work`` is called again after a recovery."""
         return work() if self._inside else self._again(work)
 

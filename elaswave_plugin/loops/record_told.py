@@ -24,12 +24,12 @@ class RecordTold:
         Results differ between parts of the model, as those of collectives among them do.
         """
         self._worker, self._record = worker, record
-        self._place, self._loads = list(place), list(loads)
+        self._place, self._loads = list(place), loads
         worker.notes.add(_NOTED, lambda step: record.told())
 
     def tell(self) -> Any:
         """Return which record this worker has, and how its script began."""
-        return self._place, self._loads
+        return self._place, list(self._loads)
 
     def follow(self, step: int, told: Sequence[Any]) -> None:
         """Tell each newcomer what the calls returned to a worker of its place, or to any other.
@@ -48,9 +48,10 @@ class RecordTold:
                 self._learn(record, loads=told[source][1])
 
     def _learn(self, record: Any, *, loads: Sequence[str]) -> None:
-        if self._loads != list(loads):
+        if list(self._loads) != list(loads):
+            mine = list(self._loads)
             raise ConfigurationError(
-                f"this worker came later, and its script has loaded {self._loads} at its start, and"
+                f"this worker came later, and its script has loaded {mine} at its start, and"
                 f" those of the others {list(loads)}: its loop would count from another step; set"
                 " respawn to 0 where a script goes on from the newest checkpoint"
             )

@@ -50,8 +50,10 @@ class UserLoop:
         self.dead = steps.worker.detached
         # Whether the script is at what the others have behind them.
         self._lagging = False
+        self.meets = False
+        """Whether after a recovery all scripts come to the same call, and make it together."""
         # Where it is dead: whether no batch of the step that is redone had been served here.
-        self._between = True
+        self.between = True
 
     def start(self) -> None:
         """Seal the initial state; no worker trains before all have done so."""
@@ -62,13 +64,24 @@ class UserLoop:
         if self.worker.detached:
             self.worker.ask_to_enter()
             self._recover()
-            # It has begun no step that could have been rolled back.
-            self._between = True
 
     def set_lagging(self, lagging: bool) -> None:
         """Set whether the script is at what the others have completed, where it meets none."""
         self._lagging = lagging
         self.worker.links.detached = lagging or self.worker.detached
+
+    def lag(self, lagging: bool) -> None:
+        """Set that in a recovery, in which it meets them, for what comes behind it."""
+        self._lagging = lagging
+
+    @property
+    def is_lagging(self) -> bool:
+        """True if the script is at what the others have behind them."""
+        return self._lagging
+
+    def pass_over(self) -> None:
+        """A batch that the others have behind them: no recovery has to wait for the last one."""
+        guarded(partial(self.worker.phases.enter, "passing"), self._recover)
 
     def next_batch(
         self,
@@ -84,7 +97,7 @@ class UserLoop:
         def begin() -> Result:
             passed = void()
             if passed is not None:
-                self._between = False
+                self.between = False
                 return passed
             if self.iteration == 0:
                 self._steps.begin()
@@ -97,9 +110,19 @@ class UserLoop:
         self.enter()
         return self._again_after(begin)
 
-    def call(self, work: Callable[[], Result], *, instead: Callable[[], Result]) -> Result:
-        """A part of the iteration; ``instead()`` is the result where it is or becomes dead."""
-        return self._again_after(lambda: instead() if self.dead else work())
+    def call(
+        self, work: Callable[[], Result], *, instead: Callable[[], Result], counts: bool = False
+    ) -> Result:
+        """A part of the iteration; ``instead()`` is the result where it is or becomes dead.
+
+        ``counts``: the script may go by its result, so that it is made where all scripts meet.
+        """
+
+        def made() -> Result:
+            is_dead = self._lagging or (self.dead and not (counts and self.meets))
+            return instead() if is_dead else work()
+
+        return self._again_after(made)
 
     def complete_step(self, update: Callable[[], StepReport]) -> None:
         """The end of a step: ``update()`` applies it."""
@@ -124,7 +147,7 @@ class UserLoop:
                 f" {self.worker.completed}, after {self.iteration} of its batches: call it behind"
                 " the engine.step() by which engine.global_steps has grown"
             )
-        if self.worker.detached or self._lagging or (self.dead and not self._between):
+        if self.worker.detached or self._lagging or (self.dead and not self.between):
             return None
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
@@ -178,12 +201,15 @@ class UserLoop:
         if self.iteration and not self.dead:
             # What the script has set behind its first batch, where a loss meets its next call.
             self._steps.state.find()
+        # One that comes has begun no step that could have been rolled back.
+        comes = self.worker.detached
         self.dead = True
         self.iteration = 0
 
         def restore() -> None:
             self._steps.recover()
-            self._between = between and completed == self.worker.completed
+            self.between = comes or (between and completed == self.worker.completed)
 
         restore()
         guarded(self._after_recovery, restore, blame=self._steps.blame)
+        self.worker.links.detached = self._lagging

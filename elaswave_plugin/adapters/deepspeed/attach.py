@@ -156,8 +156,6 @@ def _attach(
     check_sinks(settings)
     accelerate = _accelerate()
     by_trainer = accelerate is not None and accelerate.drives_trainer()
-    if accelerate is not None and not by_trainer:
-        settings = accelerate.without_newcomers(settings, reserve)
     cut = module is not None and is_cut(module)
     launch_patches().apply()
     patches = deepspeed_patches()

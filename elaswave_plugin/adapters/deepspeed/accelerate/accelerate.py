@@ -6,10 +6,10 @@ loader, its samples are those that Accelerate's own loader would deal out, and
 ``accelerator.sync_gradients`` is true after a step that was completed, and after no other.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     sampler_of,
     unskipped,
 )
+from elaswave_plugin.adapters.deepspeed.accelerate.script_record import ScriptRecord
 from elaswave_plugin.adapters.deepspeed.accelerate.stream import (
     StreamOrder,
     Told,
@@ -39,9 +40,8 @@ from elaswave_plugin.adapters.deepspeed.accelerate.stream import (
 from elaswave_plugin.adapters.deepspeed.compat.patches import accelerate_patches, width_patches
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Position
-from elaswave_plugin.adapters.growth import without_newcomers as stay_away
-from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 # A worker that comes later reads on alone up to a place that is at most so old.
@@ -94,8 +94,10 @@ class AcceleratedJob:
         # Whether evaluations keep the batches of the launch, and the order of the present one.
         self.keeps_batches = False
         self._evaluated: tuple[Any, SamplerOrder] | None = None
-        # Steps of which the script has seen that they are complete.
-        self._seen = job.loop.worker.completed
+        self.record = ScriptRecord(job, on_caught_up=self._rebind)
+        local = PartialState().local_process_index
+        # The place on its node, where that is not its rank.
+        self._local_rank = None if local == self._loop.worker.slot else local
         self.log = LostTrackers(was_main=PartialState().is_main_process).log
         job.reactions.append(self._rebind)
 
@@ -118,12 +120,12 @@ class AcceleratedJob:
         if self._engine.module.training:
             return self._train(loader)
         if self.keeps_batches:
-            return self._evaluate(self._deal(loader))
+            return self._evaluate(loader, self._deal(loader))
         for shard in (unskipped(loader.batch_sampler)[0], loader.dataset):
             if isinstance(shard, BatchSamplerShard | IterableDatasetShard):
                 # Those who are left evaluate everything.
                 shard.num_processes, shard.process_index = dist.get_world_size(), dist.get_rank()
-        return self._evaluate(native(loader))
+        return self._evaluate(loader, native(loader))
 
     def length(self, native: Callable[[Any], int], shard: Any) -> int:
         """A worker's number of batches; the line that asks is told where it follows the workers."""
@@ -131,10 +133,10 @@ class AcceleratedJob:
             self._job.own_loops.asks("__len__")
         return native(shard)
 
-    def _evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _evaluate(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """Serve the batches of an evaluation, which keeps the shards that it began with."""
         before = self._loop.worker.view
-        for batch in batches:
+        for batch in self.record.evaluated(loader, batches):
             yield batch
             if self._loop.worker.view is not before:
                 self._job.own_loops.evaluates()
@@ -164,7 +166,7 @@ class AcceleratedJob:
     def dispatch(self, native: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """``iter(loader)`` where one process reads for all: in an evaluation, the first one."""
         training = self._engine.module.training
-        return self._train(loader) if training else self._evaluate(native(loader))
+        return self._train(loader) if training else self._evaluate(loader, native(loader))
 
     @ends_in_a_sentence
     def elastic(
@@ -294,10 +296,14 @@ class AcceleratedJob:
     def _train(self, loader: Any) -> Iterator[Any]:
         elastic = self.elastic(loader)
         loader.begin()
-        elastic.set_epoch(loader.iteration)
-        elastic.skip_first(_source_of(loader)[1])
-        for batch in elastic:
-            loader.end_of_dataloader = elastic.at_end
+        self.record.begin(elastic)
+        is_behind, skipped = self.record.is_behind, _source_of(loader)[1]
+        epoch = self.record.of("iter(loader)", lambda: elastic.epoch + 1)
+        elastic.prepare_epoch(epoch, number=loader.iteration, skipped=skipped)
+        if not is_behind:
+            iter(elastic)
+        for at_end, batch in self.record.batches(elastic):
+            loader.end_of_dataloader = at_end
             if self._unset:
                 self._set_sync(True)
             yield send_to_device(batch, self._engine.device)
@@ -312,10 +318,15 @@ class AcceleratedJob:
 
     def count(self, native: Callable[[Any], None], accelerator: Any) -> None:
         """``accelerator.accumulate()``: a redone step counts its micro-batches from the first."""
-        accelerator.step = max(0, self._loop.iteration - 1)
-        native(accelerator)
-        if self._loop.dead:
-            self._set_sync(False)
+
+        def count() -> bool:
+            accelerator.step = max(0, self._loop.iteration - 1)
+            native(accelerator)
+            if self._loop.dead:
+                self._set_sync(False)
+            return bool(GradientState().sync_gradients)
+
+        GradientState()._set_sync_gradients(self.record.of("accelerator.accumulate", count))
 
     def backward(
         self, native: Callable[..., None], wrapper: Any, loss: Any, *args: Any, **kwargs: Any
@@ -326,14 +337,19 @@ class AcceleratedJob:
         complete is none again.
         """
         stream, loader = self._stream, self._loader
-        if stream is not None and loader is not None and GradientState().sync_gradients:
-            check = partial(self._check_stream, stream, loader.position)
-            self._loop.call(check, instead=lambda: None)
-        native(wrapper, loss, *args, **kwargs)
-        completed = self._loop.worker.completed
-        if self._loop.dead or completed <= self._seen:
-            self._set_sync(False)
-        self._seen = max(self._seen, completed)
+
+        def step() -> bool:
+            if stream is not None and loader is not None and GradientState().sync_gradients:
+                check = partial(self._check_stream, stream, loader.position)
+                self._loop.call(check, instead=lambda: None)
+            native(wrapper, loss, *args, **kwargs)
+            completed = self._loop.worker.completed
+            if self._loop.dead or completed <= self.record.seen:
+                self._set_sync(False)
+            self.record.seen = max(self.record.seen, completed)
+            return bool(GradientState().sync_gradients)
+
+        GradientState()._set_sync_gradients(self.record.of("accelerator.backward", step))
 
     # ---- schedulers -----------------------------------------------------------------------------
 
@@ -370,7 +386,10 @@ class AcceleratedJob:
                 return recursively_apply(_gathered, value)
             return native(*args, **kwargs)
 
-        return self._loop.call(work, instead=lambda: self._detached(name, value))
+        call = partial(
+            self._job.call, work, instead=lambda: self._detached(name, value), counts=True
+        )
+        return self.record.of(f"accelerator.{name}", call)
 
     def _detached(self, name: str, value: Any) -> Any:
         """Return what the collective gives if every worker passes this value."""
@@ -384,17 +403,71 @@ class AcceleratedJob:
 
     def wait(self, native: Callable[[Any], None], accelerator: Any) -> None:
         """``accelerator.wait_for_everyone()``."""
-        self._loop.call(lambda: native(accelerator), instead=lambda: None)
+        call = partial(
+            self._job.call, lambda: native(accelerator), instead=lambda: None, counts=True
+        )
+        self.record.of("accelerator.wait_for_everyone", call)
+
+    def given(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Any:
+        """Return what a call gives the script, by which it may decide."""
+        call = partial(native, accelerator, *args, **how)
+        return self.record.of(f"accelerator.{native.__name__}", call)
+
+    def save(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Path:
+        """``accelerator.save_state()``, as one work between two steps; it counts its folders."""
+        naming = accelerator.project_configuration
+        number, names_it = naming.iteration, naming.automatic_checkpoint_naming
+        folder = Path(accelerator.project_dir or "") / "checkpoints" / f"checkpoint_{number}"
+        begun: list[Path] = []
+
+        def write() -> str:
+            if not begun:
+                begun.append(folder)
+                return str(native(accelerator, *args, **how))
+            # Made again: it would refuse the folder that it has made itself.
+            naming.iteration, naming.automatic_checkpoint_naming = number, False
+            try:
+                given = [folder, *args[1:]] if names_it else args
+                return str(native(accelerator, *given, **how))
+            finally:
+                naming.automatic_checkpoint_naming = names_it
+
+        def save() -> tuple[str | None, int]:
+            return self._job.run(write, phase="save"), naming.iteration
+
+        location, naming.iteration = self.record.of("accelerator.save_state", save)
+        if location is None:
+            say(
+                f"accelerator.save_state was called behind step {self._loop.worker.completed},"
+                " which a loss has taken back just then: nothing is saved, and the script goes on"
+            )
+        return Path(location or folder)
+
+    def load(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Any:
+        """``accelerator.load_state()``: from which step a script counts follows from it."""
+        self.record.loads.append(str([*args, *how.values()][:1]))
+        return native(accelerator, *args, **how)
+
+    def whole(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Any:
+        """``accelerator.get_state_dict()``; nothing where others have it behind them."""
+        state: dict[str, Any] = {}
+        self.record.of(
+            "accelerator.get_state_dict",
+            lambda: state.update(native(accelerator, *args, **how) or {}),
+        )
+        return state
 
     # ---- after a loss ---------------------------------------------------------------------------
 
     def _rebind(self) -> None:
         """Point what Accelerate cached at the new layout: number of processes, first one."""
         rank, width = dist.get_rank(), dist.get_world_size()
+        local = rank if self._local_rank is None or rank == 0 else self._local_rank
+        # A script that is behind is the first one neither of all nor of its node.
+        lowest = int(self.record.is_late)
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-            if shared["local_process_index"] == shared["process_index"] or rank == 0:
-                shared["local_process_index"] = rank
-            shared["num_processes"], shared["process_index"] = width, rank
+            shared["local_process_index"] = max(local, lowest)
+            shared["num_processes"], shared["process_index"] = width, max(rank, lowest)
 
 
 def _source_of(loader: Any) -> tuple[Any, int]:
@@ -445,27 +518,13 @@ def _drives() -> bool:
     return bool(AcceleratorState._shared_state.get("deepspeed_plugins"))
 
 
-def without_newcomers(settings: ElasticConfig, reserve: int) -> ElasticConfig:
-    """Return the settings of a job under Accelerate, which no worker can join later.
-
-    Raises ConfigurationError where they ask for more.
-    """
-    if not _drives():
-        return settings
-    return stay_away(
-        settings,
-        reserve,
-        "a script on HF Accelerate counts its steps itself, which a worker that comes later has "
-        "not seen",
-        rank=int(os.environ.get("RANK", "0")),
-    )
-
-
 def attach(job: EngineJob, engine: Any) -> AcceleratedJob | None:
     """Carry Accelerate too, where it drives the engine."""
     if not _drives():
         return None
     accelerated = AcceleratedJob(job, engine)
+    if not drives_trainer():
+        accelerated.record.keep(engine)
     for patches in (
         accelerate_patches(accelerated),
         width_patches("accelerate", job.own_loops.asks),

@@ -51,6 +51,9 @@ class SamplerOrder:
 
     def set_epoch(self, epoch: int, number: int) -> None:
         """Set the number by which Accelerate's seedable sampler draws an epoch of the data."""
+        if self._numbers.get(epoch, epoch) != number:
+            # A worker that comes later is there before it is told the number.
+            self._cached = None
         self._numbers[epoch] = number
 
     def items(self, epoch: int, iteration: int) -> list[int]:

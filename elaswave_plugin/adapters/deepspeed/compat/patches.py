@@ -17,6 +17,7 @@ _ACCELERATE = ">=1.15,<1.16"
 _TRANSFORMERS = ">=5.20,<6"
 _TRL = ">=1.16,<1.17"
 _A_LOSS_ENDS_IT = "a loss must end it everywhere, and the script runs on"
+_BEHIND = "a worker that comes later has no part in it where the others have it behind them"
 # (target, method of accelerate.py, AcceleratedJob, fingerprint, reason)
 _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     (
@@ -100,6 +101,30 @@ _ACCELERATE_SEAMS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
         _A_LOSS_ENDS_IT,
     ),
     ("accelerator:Accelerator.wait_for_everyone", "wait", ("self",), _A_LOSS_ENDS_IT),
+    (
+        "accelerator:Accelerator.clip_grad_norm_",
+        "given",
+        ("self", "parameters", "max_norm", "norm_type"),
+        _BEHIND,
+    ),
+    (
+        "accelerator:Accelerator.save_state",
+        "save",
+        ("self", "output_dir", "safe_serialization", "save_model_func_kwargs"),
+        _BEHIND,
+    ),
+    (
+        "accelerator:Accelerator.get_state_dict",
+        "whole",
+        ("self", "model", "unwrap"),
+        _BEHIND,
+    ),
+    (
+        "accelerator:Accelerator.load_state",
+        "load",
+        ("self", "input_dir", "load_kwargs", "load_model_func_kwargs"),
+        "a worker that comes later loads what the others have loaded, or stays away",
+    ),
 )
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"

@@ -204,6 +204,24 @@ def refuse_batch_of_its_own() -> NoReturn:
     )
 
 
+def refuse_boundary(is_boundary: bool) -> NoReturn:
+    """Raise ConfigurationError for ``engine.set_gradient_accumulation_boundary()``."""
+    raise ConfigurationError(
+        f"engine.set_gradient_accumulation_boundary({is_boundary}) was called: a step that is"
+        " redone begins in the middle of the script's count, and would lose samples; leave it out,"
+        " call engine.step() after each engine.backward(loss), and set gradient_accumulation_steps"
+    )
+
+
+def refuse_step_alone() -> NoReturn:
+    """Raise ConfigurationError for a step whose losses did not go through ``engine.backward``."""
+    raise ConfigurationError(
+        "engine.step was called after no engine.backward(loss), so that the share of this worker"
+        " was not weighted; call engine.backward(loss) in the place of loss.backward() and"
+        " engine.scale(loss).backward()"
+    )
+
+
 def refuse_no_sync() -> NoReturn:
     """Raise ConfigurationError for ``engine.no_sync()``."""
     raise ConfigurationError(

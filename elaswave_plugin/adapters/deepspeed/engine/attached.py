@@ -76,6 +76,8 @@ class AttachedEngine:
         )
         # Called once everyone leaves.
         self.at_leave: list[Callable[[], None]] = [patches.undo, self._unbound.stop]
+        # Called before that, while the others may go on.
+        self.before_leaving: list[Callable[[], None]] = []
         self._left = self._working = False
         self.own_loops = OwnLoops(
             worker,
@@ -272,6 +274,8 @@ class AttachedEngine:
         if self._left:
             return
         self._left = True
+        for check in self.before_leaving:
+            check()
         if not self._worker.detached:
             self._leave_together()
         self._worker.groups.uninstall()

@@ -19,10 +19,12 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_schedules,
     check_shares,
     refuse_batch_of_its_own,
+    refuse_boundary,
     refuse_coalescing,
     refuse_late_load,
     refuse_no_sync,
     refuse_pass,
+    refuse_step_alone,
 )
 from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, abandoning
 from elaswave_plugin.adapters.deepspeed.engine.checkpoint import (
@@ -115,7 +117,7 @@ class EngineJob(AttachedEngine):
         # Whether a call of ours runs now, that can absorb a loss.
         self._guarded = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
-        self._news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
+        self.news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._loads = Loads(worker)
         self._framework.watch(self._announce, self._check, hooks=self._hooks)
         self._timer: PassTimer | None = None
@@ -228,16 +230,17 @@ class EngineJob(AttachedEngine):
                 self._inputs = None
             return output
 
-        output = self._call(work, instead=lambda: self._dead_output(inputs, kwargs, counts=counts))
+        instead = partial(self._dead_output, inputs, kwargs, counts=counts)
+        output = self.call(work, instead=instead, counts=counts)
         # Accelerate's own loaders are divided again for each evaluation; its part warns otherwise.
         if counts and not (self._working or self.boundaries_follow):
             self.own_loops.evaluates()
         return output
 
-    def _call(self, work: Callable[[], Any], *, instead: Callable[[], Any]) -> Any:
+    def call(self, work: Callable[[], Any], **how: Any) -> Any:
         """A part of the iteration; in work that starts again as a whole, a part of that."""
         with self._passes():
-            return work() if self._working else self._loop.call(work, instead=instead)
+            return work() if self._working else self._loop.call(work, **how)
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
@@ -255,9 +258,11 @@ class EngineJob(AttachedEngine):
     def _recovered(self) -> None:
         if self._resumed is not None:
             self._resumed.check_redo(self._worker.completed)
-        self._news.exchange()
-        loader = self._framework.loader
-        if loader is not None:
+        self.news.exchange()
+        loader, script = self._framework.loader, self.news.script
+        if script is not None:
+            script.catch_up()
+        elif loader is not None:
             loader.reads.compare(loader.place)
         self._framework.resume()
         self._learn_output()
@@ -290,17 +295,21 @@ class EngineJob(AttachedEngine):
 
     def _dead_output(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, counts: bool) -> Any:
         if self._needs_others_to_compute:
-            if not self._stand_in.shapes:
-                # Only a worker that has not entered yet: it computes with what it was built with.
-                output = unkept(partial(self._compute, *inputs, **kwargs))
-                self._stand_in.remember((inputs, kwargs), output)
-            with torch.enable_grad():
-                return self._stand_in.make((inputs, kwargs), self._engine.device, counts=counts)
+            return self.placeholder((inputs, kwargs), counts=counts)
         with self._hooks.uncompiled():
             output = unkept(partial(self._engine.module, *inputs, **kwargs))
         self._framework.drop_activations()
         with torch.enable_grad():
             return detached(output)
+
+    def placeholder(self, inputs: tuple[Any, Any], *, counts: bool = False) -> Any:
+        """An output of the form that these inputs give; ``counts``: whether its values matter."""
+        if not self._stand_in.shapes:
+            # Only a worker that comes later: it computes one with what it was built with.
+            output = unkept(partial(self._compute, *inputs[0], **inputs[1]))
+            self._stand_in.remember(inputs, output)
+        with torch.enable_grad():
+            return self._stand_in.make(inputs, self._engine.device, counts=counts)
 
     def _backward(
         self,
@@ -318,7 +327,7 @@ class EngineJob(AttachedEngine):
             scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
             return scaled if weight == 1.0 else scaled / weight
 
-        return self._call(work, instead=loss.detach)
+        return self.call(work, instead=loss.detach)
 
     def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
         self._check_no_work("engine.step")
@@ -336,11 +345,7 @@ class EngineJob(AttachedEngine):
 
         def update() -> StepReport:
             if not self._losses:
-                raise ConfigurationError(
-                    "engine.step was called after no engine.backward(loss), so that the share of"
-                    " this worker was not weighted; call engine.backward(loss) in the place of"
-                    " loss.backward() and engine.scale(loss).backward()"
-                )
+                refuse_step_alone()
             self._state.check(self._worker.completed)
             self._worker.state.begin_update()
             # The collective that shows that everyone has come here; see ``await_copies``.
@@ -370,12 +375,7 @@ class EngineJob(AttachedEngine):
 
     def _set_boundary(self, native: Callable[[bool], None], is_boundary: bool) -> None:
         if not self.boundaries_follow:
-            raise ConfigurationError(
-                f"engine.set_gradient_accumulation_boundary({is_boundary}) was called: a step that"
-                " is redone begins in the middle of the script's count, and would lose samples;"
-                " leave it out, call engine.step() after each engine.backward(loss), and set"
-                " gradient_accumulation_steps"
-            )
+            refuse_boundary(is_boundary)
         native(is_boundary)
 
     def _no_sync(self, native: Callable[[], Any]) -> Any:
@@ -430,7 +430,7 @@ class EngineJob(AttachedEngine):
             dist.all_reduce(total)
             return total / dist.get_world_size()
 
-        return self._call(work, instead=lambda: own)
+        return self.call(work, instead=lambda: own)
 
     @property
     def _iterates(self) -> bool:
@@ -498,15 +498,13 @@ class EngineJob(AttachedEngine):
             check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
         loader.on_void = self.own_loops.leaves_first_epoch
         loader.on_mixed = self.own_loops.mixes
-        self._news.expect(loader)
+        self.news.expect(loader)
 
     @abandoning
     def next_batch(self, loader: ElasticLoader) -> Any:
         """The next batch of this worker's share; the first one is preceded by the first seal."""
         self._check_no_work("next(loader)")
-        if not self._sealed:
-            check_schedules(self._engine)
-            self._begin()
+        self._begin()
         if self._resumed is not None and not self._loop.dead and self._resumed.passes_over(loader):
             self._loop.iteration -= 1
         if not loader.lagging:
@@ -523,8 +521,16 @@ class EngineJob(AttachedEngine):
         loader.took(BATCH)
         return batch
 
+    def arrive(self) -> None:
+        """Enter the job before the first batch, in a script that passes over others' calls."""
+        self._begin()
+        self._loop.enter()
+
     def _begin(self) -> None:
         """Before its first step, have the state whole, and the first seal of it."""
+        if self._sealed:
+            return
+        check_schedules(self._engine)
         self._framework.begin()
         if not self._worker.detached:
             self._loop.call(self._framework.share, instead=lambda: None)
@@ -536,7 +542,7 @@ class EngineJob(AttachedEngine):
         """Return a void batch for a call that others made before a loss; None if there is none."""
         if loader.reads.due == END:
             raise StopIteration
-        if loader.reads.due != BATCH:
+        if loader.reads.due != BATCH and not self._loop.is_lagging:
             return None
         items = loader.void_items()
         interval = self._shares(len(items)).interval(self._worker.slot)
@@ -586,7 +592,7 @@ class EngineJob(AttachedEngine):
             return
         self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
         if self._framework.loader is not None:
-            self._news.remember_epoch(self._framework.loader.epoch)
+            self.news.remember_epoch(self._framework.loader.epoch)
             self._framework.loader.reads.completed_step()
 
     def _leave_together(self) -> None:

@@ -259,8 +259,13 @@ class ElasticLoader:
         """The script was given an iterator, a batch or the end of an epoch."""
         there = self.reads.made(kind)
         if there is not None:
-            self._epoch, self._left_at, self._has_read, self._usual = there
+            self._stand(*there)
         self._taken = self.skipped if kind == ITERATOR else self._taken + (kind == BATCH)
+
+    def _stand(
+        self, epoch: int, left_at: dict[int, int], has_read: bool, usual: int | None
+    ) -> None:
+        self._epoch, self._left_at, self._has_read, self._usual = epoch, left_at, has_read, usual
 
     def void_items(self) -> list[int]:
         """Return samples like those of an iteration, for a batch that no worker trains on."""
@@ -302,6 +307,16 @@ class ElasticLoader:
                 f"{self.epoch_of_others}; this worker is started again"
             )
 
+    def tell_all(self) -> tuple[Any, ...]:
+        """Return what `follow_all` needs to know on a worker that comes later."""
+        return self.place, self._taken, self.reads.tell()
+
+    def follow_all(self, told: tuple[Any, ...]) -> None:
+        """Be where another worker is; for a script that passes over every call by itself."""
+        place, self._taken, reads = told
+        self._stand(*place)
+        self.reads.follow(reads)
+
     def take_up(self, told: tuple[int, dict[int, int]]) -> None:
         """Be where the others are; for a script that passes over every step by itself."""
         self._epoch, self._left_at = told
@@ -319,10 +334,11 @@ class ElasticLoader:
             self._sampler.set_epoch(number)
         self._order.set_epoch(self._epoch + 1, number)
 
-    def skip_first(self, count: int) -> None:
-        """Begin the epoch that comes next behind its first ``count`` iterations."""
-        if count:
-            self._begins_at[self._epoch + 1] = count
+    def prepare_epoch(self, epoch: int, *, number: int, skipped: int) -> None:
+        """How an epoch is shuffled; it begins behind its first ``skipped`` iterations."""
+        self._order.set_epoch(epoch, number)
+        if skipped:
+            self._begins_at[epoch] = skipped
 
     @property
     def skipped(self) -> int:

@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 import xxhash
@@ -25,6 +26,7 @@ from elaswave_plugin.communicator.groups.c10d_tables import imagine_world
 from elaswave_plugin.core.layout.reserve import built_among
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.ipc.environment import INCARNATION, SLOT
+from elaswave_plugin.loops.call_log import Knowledge
 from elaswave_plugin.recovery.handshake import Handshake
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import digest_of
@@ -43,11 +45,22 @@ def meet_nobody() -> None:
     """
     if int(os.environ.get(INCARNATION, "0")) and not dist.is_initialized():
         slot, width = int(os.environ[SLOT]), int(os.environ["WORLD_SIZE"])
+        if os.environ["RANK"] == "0" and _is_inside("accelerate.accelerator"):
+            # The main process is another one, until this one's script has come to the others'.
+            os.environ["RANK"] = "1"
         imagine_world(int(os.environ["RANK"]), width)
         if "transformers.trainer" in sys.modules:
             resume_patches().apply()
         if slot >= width:
             stage_patches(partial(_finds_its_stage, slot, width)).apply()
+
+
+def _is_inside(module: str) -> bool:
+    """Return whether a function of this module is being called, and not a Trainer's arguments."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _finds_its_stage(slot: int, width: int, native: Callable[..., None]) -> Callable[..., None]:
@@ -77,6 +90,16 @@ class _JobState(NamedTuple):
     shapes: Any
     events: Any
     was_first: bool
+    # Of a script that passes over what the others have behind them.
+    script: Any
+
+
+class Script(Knowledge, Protocol):
+    """A script that passes over the calls that others have behind them."""
+
+    def catch_up(self) -> None:
+        """Have all of them at the same call, after a recovery."""
+        ...
 
 
 class News:
@@ -97,6 +120,7 @@ class News:
         self._handshake = Handshake(
             worker.notes, knows=not worker.detached, tell=self._tell, follow=self._follow
         )
+        self.script: Script | None = None
         worker.notes.add(_FROZEN, lambda step: self._frozen_digest())
         self._known_epoch = worker.job_constants.get("data_epoch", 0)
 
@@ -113,7 +137,8 @@ class News:
         loader, monitor = self._framework.loader, self._monitor
         assert loader is not None
         shapes = self._stand_in.tell()
-        return tuple(_JobState(loader.tell(), shapes, monitor.tell(), monitor.was_first))
+        script = self.script.tell() if self.script is not None else None
+        return tuple(_JobState(loader.tell(), shapes, monitor.tell(), monitor.was_first, script))
 
     def _follow(self, everyone: Sequence[tuple[Any, ...] | None]) -> None:
         loader = self._framework.loader
@@ -141,6 +166,9 @@ class News:
             self._monitor.events = state[first].events
             # Where it does not get there, the next one need not begin before.
             self.remember_epoch(loader.epoch_of_others)
+        if self.script is not None:
+            scripts = [one and _JobState(*one).script for one in everyone]
+            self.script.follow(self._worker.completed, scripts)
 
     def _frozen_digest(self) -> int:
         """Digest what no step changes; buffers come back with the step, or with its first pass."""

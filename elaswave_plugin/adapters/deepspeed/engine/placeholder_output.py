@@ -128,6 +128,32 @@ def detached(output: Any) -> Any:
     return _map(output, loose)
 
 
+def numbers_of(output: Any) -> list[torch.Tensor]:
+    """List the tensors of one number in an output, as its loss; without their graphs."""
+    numbers: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 1:
+            numbers.append(tensor.detach())
+        return tensor
+
+    _map(output, note)
+    return numbers
+
+
+def with_numbers(output: Any, numbers: Sequence[torch.Tensor]) -> Any:
+    """The output with these in the places of its tensors of one number, as far as there are."""
+    left = iter(numbers)
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        number = next(left, None) if tensor.numel() == 1 else None
+        if number is None:
+            return tensor
+        return loose(number.to(tensor.device, copy=True).reshape(tensor.shape))
+
+    return _map(output, fill)
+
+
 def _signature(inputs: Any) -> Signature:
     shapes: list[tuple[int, ...]] = []
 

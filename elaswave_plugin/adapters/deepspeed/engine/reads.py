@@ -57,6 +57,15 @@ class Reads:
         self._recent = self._recent[self._of_last_step :]
         self._of_last_step = len(self._recent)
 
+    def tell(self) -> tuple[int, str, int]:
+        """Return what `follow` needs to know on a worker that comes later."""
+        return self._made, self._recent, self._of_last_step
+
+    def follow(self, told: tuple[int, str, int]) -> None:
+        """Count from where another worker is, whose calls this one's script passes over."""
+        self._made, self._recent, self._of_last_step = told
+        self._counts = True
+
     def compare(self, place: Any) -> None:
         """Find out how many calls others are ahead (collective over WORLD, after a recovery).
 

@@ -65,8 +65,7 @@ class TrainerJob(EngineJob):
 
     def open(self) -> None:
         """Be about to begin a step: the first one is preceded by the first seal."""
-        if not self._sealed:
-            self._begin()
+        self._begin()
 
     def enter(self) -> tuple[int, int] | None:
         """Have a worker that comes later enter the job, before a step of the others.
@@ -75,8 +74,7 @@ class TrainerJob(EngineJob):
         """
         if not self._worker.detached:
             return None
-        self._begin()
-        self._loop.enter()
+        self.arrive()
         return self.trainer_state.place
 
     @property
