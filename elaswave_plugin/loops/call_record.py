@@ -113,8 +113,11 @@ class CallRecord:
                 return own
             # A loss has met it, and another worker has it behind it.
             comes = self._next_of(call, ends)
+        if (comes is None and call in self._own) or (comes == call and not self._coming[0][2]):
+            # Its own, or what the others have not kept.
+            own = make() if own is None else own
         if comes is None and call in self._own:
-            return make()
+            return own
         returned = self.pass_over(comes or call, own)
         if is_made:
             return make()

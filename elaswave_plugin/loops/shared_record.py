@@ -11,7 +11,7 @@ from elaswave_plugin.values.gathered import gathered, told_by
 
 
 class SharedRecord(CallRecord):
-    """A record whose calls all workers make, but for some of their own in between."""
+    """A record of calls that all workers make, with some of their own in between."""
 
     def __init__(self, *, own: Collection[str], when_level: Callable[[], object]) -> None:
         """``own``: calls that some workers' scripts make, and others not.
@@ -22,6 +22,7 @@ class SharedRecord(CallRecord):
         self._when_level = when_level
         # Calls of all that were made, and those that are to be passed over.
         self._known = 0
+        self._came_later = False
 
     def catch_up(self, standing: Any) -> Any:
         """Have all pass over what any has behind it (collective over WORLD, after a recovery).
@@ -46,12 +47,21 @@ class SharedRecord(CallRecord):
     def learn(self, told: list[bytes]) -> None:
         """Have all of these calls passed over."""
         super().learn(told)
+        self._came_later = True
         self._known = sum(self._is_met(one) for block in told for one in calls_of(block))
 
     def note(self, call: str, returned: Any) -> None:
         """Note what a call has returned to the script."""
         super().note(call, returned)
         self._known += call not in self._own
+
+    def _differs(self, mine: str, theirs: str) -> str:
+        if self._came_later:
+            return super()._differs(mine, theirs)
+        return (
+            f"the script of this worker calls {mine} where that of another one had called {theirs}"
+            " when a loss met them: all workers' scripts have to make the same calls"
+        )
 
     def _level(self) -> None:
         self._when_level()

@@ -14,8 +14,6 @@ import pytest
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.errors import ConfigurationError
 from tests.agent.jobs import LAUNCH
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, check_recovered
@@ -202,25 +200,6 @@ def test_loaders_that_nobody_could_read_again_are_refused(
     assert refused.returncode == 2
     assert refused.output.count(words) == 1 and "Traceback" not in refused.output
     assert not refused.orphans
-
-
-@proves(Kind.KILL, Promise.NAMED)
-def test_a_lost_worker_stays_away_and_more_is_refused(
-    run: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from elaswave_plugin.adapters.deepspeed.accelerate import accelerate
-
-    monkeypatch.setattr(accelerate, "_drives", lambda: True)
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        assert accelerate.without_newcomers(ElasticConfig(), 0).respawn == 0
-    said = "elaswave: a worker that is lost stays away, and the others do its work: a script on HF"
-    assert capsys.readouterr().err.count(said) == 1
-    with pytest.raises(ConfigurationError, match="--reserve is 1, and a script on HF Accelerate"):
-        accelerate.without_newcomers(ElasticConfig(), 1)
-    refused = run(spec_of(respawn=5))
-    assert refused.returncode == 2
-    assert "respawn is 5" in refused.output and "set it to 0 or leave it out" in refused.output
 
 
 # The process of slot 2 ends in the middle of its second evaluation.

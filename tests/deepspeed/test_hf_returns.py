@@ -12,6 +12,7 @@ from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_hf import printed
 from tests.deepspeed.test_hf import spec_of as accelerated
+from tests.deepspeed.test_hf_streams import RAGGED, gathered, streaming
 from tests.deepspeed.test_join import entered
 from tests.faults.harness import (
     Outcome,
@@ -117,7 +118,8 @@ from accelerate import accelerator
 native, count = accelerator.gather, [0]
 def gather(tensor):
     count[0] += 1
-    if os.environ["ELASWAVE_SLOT"] == "2" and count[0] == 5:
+    me = os.environ["ELASWAVE_SLOT"], os.environ["ELASWAVE_INCARNATION"]
+    if me == ("2", "0") and count[0] == 5:
         # Each evaluation has three of these, and it stands in the second one of the second.
         os.kill(os.getpid(), signal.SIGKILL)
     return native(tensor)
@@ -136,6 +138,24 @@ def test_an_evaluation_in_which_a_worker_is_lost_gives_all_the_same(
     check_survived(killed)
     assert killed.output.count("worker 2 (node 0) exited: killed by SIGKILL") == 1
     check_counted(killed, whole, workers=3, lost_samples=4)
+
+
+@proves(Kind.KILLS, Promise.CLOSE, victim="2 0", moment="3:evaluation 6:backward")
+def test_an_evaluation_that_starts_again_is_whole_and_passed_over(
+    run: Launch, reference: Launch
+) -> None:
+    """In `run`, a loss has it made again by those who are left; who comes later has its result."""
+    spec = spec_of(
+        ("0@6:backward",),
+        ("+2@5", "+0@8"),
+        options=("--in-run",),
+        sabotage=IN_GATHER,
+    )
+    killed, whole = run(spec), reference(replace(spec, sabotage=""))
+    check_survived(killed)
+    assert killed.output.count("worker 2 (node 0) exited: killed by SIGKILL") == 1
+    assert entered(killed) == [(2, 1, 5), (0, 1, 8)]
+    check_counted(killed, whole)
 
 
 @proves(Kind.RETURN, Promise.CLOSE, victim="0", moment="1:backward")
@@ -158,6 +178,38 @@ def test_a_resumed_script_comes_back_where_it_was_resumed(run: Launch, reference
     assert len(killed.events("fault_fired")) == 1 and entered(killed) == [(0, 1, 3)]
     assert max_relative_difference(killed, whole) <= FP32_BOUND
     check_counted(killed, whole, first=4)
+
+
+@proves(Kind.RETURN, Promise.CLOSE, victim="1", moment="2:backward")
+@pytest.mark.parametrize("option", sampled(["--no-dispatch", "--stream=plain"]))
+def test_a_script_on_a_stream_comes_back(run: Launch, reference: Launch, option: str) -> None:
+    options = (*RAGGED, option)
+    spec = streaming("1@2:backward", options=options, respawn=1, changes=("+1@6",))
+    killed, whole = run(spec), reference(spec)
+    assert killed.returncode == 0, killed.output[-3000:]
+    assert len(killed.events("fault_fired")) == 1 and entered(killed) == [(1, 1, 6)]
+    assert max_relative_difference(killed, whole) <= FP32_BOUND
+    # Whoever came back has gathered what the others have, in the steps that it passed over too.
+    assert gathered(killed.directory) == [gathered(whole.directory)[0]] * 4
+
+
+@proves(Kind.JOIN, Promise.CLOSE)
+@pytest.mark.slow
+def test_a_fifth_worker_joins_with_the_script_s_counts(run: Launch, reference: Launch) -> None:
+    spec = spec_of(
+        (),
+        ("+4@4",),
+        respawn=0,
+        accumulation=1,
+        options=("--batch-size=2",),
+        launcher=("--reserve=1",),
+        joiners=1,
+    )
+    grown, whole = run(spec), reference(spec)
+    check_survived(grown)
+    assert entered(grown) == [(4, 1, 4)]
+    assert max_relative_difference(grown, whole) <= FP32_BOUND
+    check_counted(grown, whole, workers=5)
 
 
 HELD = """

@@ -70,11 +70,11 @@ adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state ada
     loops recovery step_state tracking trainer values words command_line
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
-adapters/deepspeed/accelerate: adapters adapters/deepspeed/compat adapters/deepspeed/engine config
-    errors ipc trainer values
+adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine errors ipc
+    loops trainer values
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
-    adapters/deepspeed/engine core/step errors ipc kept loops loss_terms step_state tracking trainer
-    values
+    adapters/deepspeed/engine core/step errors framework ipc kept loops loss_terms step_state
+    tracking trainer values
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     command_line
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops

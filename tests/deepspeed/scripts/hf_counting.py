@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import get_linear_schedule_with_warmup
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_accelerate import build_model, collate
 from train_deepspeed import TextDataset
+
+import elaswave_plugin.deepspeed
 
 
 class Progress:
@@ -52,14 +55,21 @@ def evaluate(accelerator: Any, model: Any, held_out: Any) -> torch.Tensor:
     return torch.cat(losses)
 
 
-def main() -> None:
-    """Train epochs until ``--steps`` steps are done; evaluate, and save the best, every two."""
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--by-rank", action="store_true", help="the main process computes more")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--in-run", action="store_true", help="a loss has an evaluation again")
     parser.add_argument("--resume", type=Path, help="a folder with checkpoints")
-    args, _ = parser.parse_known_args()
+    return parser.parse_known_args()[0]
+
+
+def main() -> None:
+    """Train epochs until ``--steps`` steps are done; evaluate, and save the best, every two."""
+    args = arguments()
     set_seed(7)
     folder = args.deepspeed_config.parent
     accelerator = Accelerator(
@@ -72,9 +82,10 @@ def main() -> None:
     )
     model = build_model(argparse.Namespace(num_layers=1, hidden_size=32, seq_length=16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    length = args.steps * accelerator.num_processes
-    scheduler = get_linear_schedule_with_warmup(optimizer, 0, length)
-    loader = DataLoader(TextDataset(None, 16, 48), batch_size=1, shuffle=True, collate_fn=collate)
+    scheduler = get_linear_schedule_with_warmup(optimizer, 0, 4 * args.steps)
+    loader = DataLoader(
+        TextDataset(None, 16, 48), batch_size=args.batch_size, shuffle=True, collate_fn=collate
+    )
     held_out = DataLoader(TextDataset(None, 16, 21), batch_size=2, collate_fn=collate)
     model, optimizer, scheduler, loader, held_out = accelerator.prepare(
         model, optimizer, scheduler, loader, held_out
@@ -112,7 +123,8 @@ def main() -> None:
                     model(**batch)
                 model.train()
             if progress.step % 2 == 0:
-                losses = evaluate(accelerator, model, held_out)
+                work = partial(evaluate, accelerator, model, held_out)
+                losses = elaswave_plugin.deepspeed.run(model, work) if args.in_run else work()
                 mean = float(losses.mean())
                 progress.evaluations.append((progress.step, len(losses), mean))
                 if mean < progress.best:
@@ -121,8 +133,7 @@ def main() -> None:
                     progress.saved += 1
             if progress.step == args.steps:
                 break
-        else:
-            progress.epoch += 1
+        progress.epoch += progress.step < args.steps
         batches = loader
     (folder / f"counted-{os.getpid()}.json").write_text(json.dumps(vars(progress)))
     accelerator.end_training()

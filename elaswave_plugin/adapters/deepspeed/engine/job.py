@@ -3,11 +3,9 @@
 The engine object stays the user's; three of its methods, and the loader, go through ``UserLoop``.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +28,6 @@ from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, a
 from elaswave_plugin.adapters.deepspeed.engine.checkpoint import (
     load_checked,
     save_whole,
-    weights_in,
 )
 from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
@@ -112,8 +109,6 @@ class EngineJob(AttachedEngine):
         self._iterations = 0
         self._sealed = False
         self._resumed: Resumed | None = None
-        # Whether the step has batches; one that loads weights has none.
-        self._trains = True
         # Whether a call of ours runs now, that can absorb a loss.
         self._guarded = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
@@ -397,7 +392,12 @@ class EngineJob(AttachedEngine):
     @abandoning
     def run(self, work: Callable[[], Any], *, phase: str) -> Any:
         """Work between steps that every worker calls; it starts again after a loss."""
-        return self._run(self._monitor.restarting(work), phase=phase)
+        return self._given("run", partial(self._run, self._monitor.restarting(work), phase=phase))
+
+    def _given(self, call: str, make: Callable[[], Any]) -> Any:
+        """Return what a call gives the script, which may have it behind it elsewhere."""
+        script = self.news.script
+        return make() if script is None else script.of(call, make)
 
     def _run(self, work: Callable[[], Any], *, phase: str) -> Any:
         return self._loop.run(self._as_one(work), phase=phase)
@@ -430,34 +430,12 @@ class EngineJob(AttachedEngine):
             dist.all_reduce(total)
             return total / dist.get_world_size()
 
-        return self.call(work, instead=lambda: own)
+        return self._given("mean", partial(self.call, work, instead=lambda: own, counts=True))
 
     @property
     def _iterates(self) -> bool:
         """True in an iteration, which a loss has made again."""
         return self._loop.iteration > 0
-
-    def load_weights(self, folder: Path) -> None:
-        """Complete a step without batches, whose update is to have a checkpoint's trained weights.
-
-        Moments, counters and schedule stay. Raises CheckpointUnreadableError on all alike.
-        """
-        self._announce("data")
-        weights = weights_in(self._engine, folder)
-
-        def update() -> StepReport:
-            self._worker.state.begin_update()
-            # All workers have come here, as in any update.
-            dist.barrier()
-            self._framework.install(weights)
-            rate = self._framework.learning_rate()
-            return StepReport(loss=math.nan, grad_norm=math.nan, lr=rate, tokens=0)
-
-        self._trains = False
-        try:
-            self._loop.complete_step(update)
-        finally:
-            self._trains = True
 
     def _mean_loss(self) -> tuple[float, int, Holders]:
         """Return the mean over the step's samples, its tokens, and the holders of open monitors.
@@ -587,9 +565,6 @@ class EngineJob(AttachedEngine):
     # ---- the end --------------------------------------------------------------------------------
 
     def _record(self, step: int, report: StepReport, seconds: float) -> None:
-        if not self._trains:
-            self._worker.events.emit("weights_loaded", slot=self._worker.slot, step=step)
-            return
         self._recording.step(step, report, seconds, num_microbatches=self._iterations, last=False)
         if self._framework.loader is not None:
             self.news.remember_epoch(self._framework.loader.epoch)

@@ -335,7 +335,7 @@ class ElasticLoader:
         self._order.set_epoch(self._epoch + 1, number)
 
     def prepare_epoch(self, epoch: int, *, number: int, skipped: int) -> None:
-        """How an epoch is shuffled; it begins behind its first ``skipped`` iterations."""
+        """Set the number by which an epoch is shuffled; its first ``skipped`` are left out."""
         self._order.set_epoch(epoch, number)
         if skipped:
             self._begins_at[epoch] = skipped

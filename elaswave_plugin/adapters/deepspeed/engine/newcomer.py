@@ -97,6 +97,10 @@ class _JobState(NamedTuple):
 class Script(Knowledge, Protocol):
     """A script that passes over the calls that others have behind them."""
 
+    def of(self, call: str, make: Callable[[], Any]) -> Any:
+        """Return what ``make()`` does, or what the call gave to the others' scripts."""
+        ...
+
     def catch_up(self) -> None:
         """Have all of them at the same call, after a recovery."""
         ...

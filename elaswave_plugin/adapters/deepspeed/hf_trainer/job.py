@@ -1,16 +1,19 @@
 """An engine that transformers.Trainer drives: each update is a step that is ours to call again."""
 
+import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.deepspeed.engine.checkpoint import weights_in
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import WHOLE, Kinds, LossKind
@@ -20,6 +23,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.pieces import weight
 from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
 from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM, Interval
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.loops.called import CalledLoop
 from elaswave_plugin.loss_terms import added, weighed_by
@@ -47,6 +51,8 @@ class TrainerJob(EngineJob):
         self.pieces = 1
         # The micro-batch of the step that is made.
         self._number = 0
+        # Whether the step has no batches, and loads weights.
+        self._is_loading = False
         # The losses of the last step's micro-batches, each the mean over all workers.
         self.losses: list[float] = []
         return (self.trainer_state,)
@@ -103,6 +109,34 @@ class TrainerJob(EngineJob):
     def remember(self, **what: Unpack[JobConstants]) -> None:
         """Keep constants for workers that come later."""
         self._worker.remember(**what)
+
+    def load_weights(self, folder: Path) -> None:
+        """Complete a step without batches, whose update is to have a checkpoint's trained weights.
+
+        Moments, counters and schedule stay. Raises CheckpointUnreadableError on all alike.
+        """
+        self._announce("data")
+        weights = weights_in(self._engine, folder)
+
+        def update() -> StepReport:
+            self._worker.state.begin_update()
+            # All workers have come here, as in any update.
+            dist.barrier()
+            self._framework.install(weights)
+            rate = self._framework.learning_rate()
+            return StepReport(loss=math.nan, grad_norm=math.nan, lr=rate, tokens=0)
+
+        self._is_loading = True
+        try:
+            self._loop.complete_step(update)
+        finally:
+            self._is_loading = False
+
+    def _record(self, step: int, report: StepReport, seconds: float) -> None:
+        if self._is_loading:
+            self._worker.events.emit("weights_loaded", slot=self._worker.slot, step=step)
+        else:
+            super()._record(step, report, seconds)
 
     def put_back(self) -> None:
         """Have all state as it was before the step that comes next."""
