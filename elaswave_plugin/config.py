@@ -145,7 +145,16 @@ _ChangeText = Annotated[str, AfterValidator(_checked_change)]
 
 
 _OF_THE_JOB = (
-    *("consistency", "snapshots", "snapshot_copies", "change", "respawn", "seed", "gpu_engine"),
+    *(
+        "consistency",
+        "snapshots",
+        "snapshot_copies",
+        "input_seal_mib",
+        "change",
+        "respawn",
+        "seed",
+        "gpu_engine",
+    ),
     *("dataflow", "move_layers", "split_backward", "activation_room", "memory_limit_gib"),
     *("slow_workers", "clocks", "clock_table", "power_cap_w", "stop_after"),
     *("rehearse_first_step", "snapshot_interval", "loss"),
@@ -198,6 +207,13 @@ class ElasticConfig(BaseModel):
         description="what divides the losses, which weighs parts of a micro-batch after a loss "
         "of workers: labels, samples, nothing; none: found by the values of a model's or a "
         "Trainer's",
+    )
+    input_seal_mib: int = Field(
+        512,
+        ge=1,
+        le=1024,
+        description="MiB that a script's batches in memory may have in one call of a worker; they "
+        "are copied to other workers as snapshots are",
     )
     snapshot_interval: _IntervalText = Field(
         "auto",

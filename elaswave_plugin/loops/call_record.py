@@ -72,16 +72,12 @@ class CallRecord:
         self._made += 1
         size = sum(one.nbytes for one in _pytree.tree_leaves(returned) if torch.is_tensor(one))
         if size > _LARGEST:
-            self._end(f"{call} has returned {size} bytes, and at most {_LARGEST} are kept")
+            self.end(f"{call} has returned {size} bytes, and at most {_LARGEST} are kept")
         kept = [_pytree.tree_map_only(torch.Tensor, _copy, returned)] if size <= _LARGEST else []
         self._newest.append((call, draws, kept))
         if len(self._newest) == 2 * _BLOCK:
             oldest, self._newest = self._newest[:_BLOCK], self._newest[_BLOCK:]
             self._blocks += self._packed(oldest)
-
-    def _end(self, flaw: str) -> None:
-        self._flaw = self._flaw or flaw
-        self._blocks.clear()
 
     def _packed(self, calls: Sequence[Entry]) -> list[bytes]:
         """Pack calls into a block; into none where the record has ended, or ends by them."""
@@ -90,7 +86,7 @@ class CallRecord:
         try:
             return [block_of(calls)]
         except ConfigurationError as flaw:
-            self._end(str(flaw))
+            self.end(str(flaw))
             return []
 
     def of(self, call: str, make: Callable[[], Any], *, is_made: bool = False) -> Any:
@@ -191,6 +187,11 @@ class CallRecord:
             " and has to do the same, whatever its rank is and whatever files the job has written"
             " since; where it goes on from a checkpoint of this run, set respawn to 0"
         )
+
+    def end(self, why: str) -> None:
+        """Keep no more than the last calls, as no later worker can be told: ``why``."""
+        self._flaw = self._flaw or why
+        self._blocks.clear()
 
     def told(self) -> list[bytes] | str:
         """Return all of it, also what is to be passed over, or why it cannot be told."""

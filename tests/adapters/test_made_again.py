@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from elaswave_plugin.adapters.megatron.step import replica_stream
-from elaswave_plugin.adapters.megatron.step.made_again import Original
+from elaswave_plugin.adapters.megatron.step.made_again import InMemory, Original
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, Streams
 from elaswave_plugin.errors import ConfigurationError
 
@@ -311,11 +311,6 @@ class Held:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a list": (lambda loader: [loader], r"data_iterator is a list, .*\(it is no iterator"),
-    "memory": (
-        lambda _: iter([1]),
-        r"data_iterator is a list_iterator, .*\(it reads no DataLoader",
-    ),
     "begun": (begun, r"data_iterator is a generator, .*\(something was read from it before"),
     "begun below": (begun_below, r"data_iterator is a map, .*\(something was read from it before"),
     "no copy": (Held, r"data_iterator is a Held, .*cannot be copied: cannot pickle"),
@@ -346,6 +341,12 @@ def test_what_cannot_be_made_again_is_refused(name: str) -> None:
     make, said = REFUSED[name]
     with pytest.raises(ConfigurationError, match=said):
         stream_of(make(loader_of(1)))
+
+
+@pytest.mark.parametrize("made", [iter([1]), (one for one in [1]), map(abs, [1])])
+def test_batches_that_no_loader_reads_are_in_memory(made: Iterator[Any]) -> None:
+    with pytest.raises(InMemory):
+        stream_of(made)
 
 
 def out_of_reach(loader: Any) -> Iterator[Any]:

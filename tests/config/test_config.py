@@ -27,6 +27,7 @@ KEYS = (
     "gpu_engine",
     "hang_start_timeout_s",
     "hang_timeout_s",
+    "input_seal_mib",
     "kill",
     "last_checkpoint_dir",
     "loss",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from elaswave_plugin.tracking.events import EVENTS_FILE, STEPS_FILE, read_lines
 from tests.faults.harness import Outcome
-from tests.faults.replacements import DETACHED, RAISES, REFUSED
+from tests.faults.replacements import DETACHED, LESS, RAISES, REFUSED
 
 # What a job says that is in order, and what DeepSpeed does.
 USUAL = ("elaswave: snapshots use", "elaswave: the job: `elaswave status", "step ", "[20")
@@ -19,7 +19,8 @@ def check_told(run: Outcome, end: str, words: str) -> None:
     events = run.directory / EVENTS_FILE
     started = [e for e in read_lines(events) if e["kind"] == "worker_started"]
     assert {event["incarnation"] for event in started} == {0}
-    {REFUSED: check_refused, RAISES: check_raised, DETACHED: check_detached}[end](run, words)
+    checks = {REFUSED: check_refused, RAISES: check_raised, DETACHED: check_detached}
+    (checks | {LESS: check_less})[end](run, words)
 
 
 def check_refused(run: Outcome, words: str) -> None:
@@ -33,6 +34,12 @@ def check_refused(run: Outcome, words: str) -> None:
     assert len(said) == 1 and words in said[0], run.output[-4000:]
     steps: Path = run.directory / STEPS_FILE
     assert not steps.exists() or all(record["step"] == 0 for record in read_lines(steps))
+
+
+def check_less(run: Outcome, words: str) -> None:
+    """It survives the loss, and one line says at the start what losses take away."""
+    assert run.returncode == 0, run.output[-4000:]
+    assert run.output.count(words) == run.output.count("1 loss survived") == 1
 
 
 def check_raised(run: Outcome, words: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.deepspeed.call_mutants import CALLS, call_mutants
 from tests.faults.harness import ROOT, SCRIPT
 from tests.faults.mutants import Mutant, mutants
-from tests.faults.replacements import DETACHED, RAISES, REFUSED, TRAINS
+from tests.faults.replacements import DETACHED, LESS, RAISES, REFUSED, TRAINS
 
 PAGE = ROOT / "docs" / "wrong_lines.md"
 # Of a line that is moved; the head of the page says it once.
@@ -57,7 +57,7 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
         items = [f"- Trains right: {right}."] if right else []
         told: dict[str, list[str]] = {}
         for one in found:
-            if one.end in (REFUSED, DETACHED):
+            if one.end in (REFUSED, DETACHED, LESS):
                 told.setdefault(_end(one), []).append(one.change)
         items += [f"- {', '.join(changes)}: {end}" for end, changes in told.items()]
         items += [f"- An error of its own, once: {error}."] if error else []
@@ -65,7 +65,7 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
 
 
 def _end(one: Mutant) -> str:
-    """The words of a refusal; those of the line that says why nothing is attached."""
+    """The words of a refusal; those of the line that says what is missing, behind the end."""
     words = f"`{one.words.rstrip(': (')}`"
     return words if one.end == REFUSED else f"{one.end}, {words}"
 

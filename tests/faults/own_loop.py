@@ -26,7 +26,7 @@ _COUNT = """\
         "num_microbatches": args.global_batch_size
         // parallel_state.get_data_parallel_world_size(),
 """
-_LOOP = """\
+LOOP = """\
     for iteration in range(args.train_iters):
         losses, grad_norm = train_step()
         loss = sum(total / tokens for total, tokens in losses) / max(len(losses), 1)
@@ -59,7 +59,7 @@ def changes() -> tuple[Change, ...]:
     begin, end = text.index("    last = save if"), text.index('if __name__ == "__main__"')
     device = text.index(_DEVICE)
     return (
-        (text[begin:end], _LOOP),
+        (text[begin:end], LOOP),
         (text[device : text.index("\n", device) + 1], ""),
         ("from elaswave_plugin.adapters import megatron as elaswave  # [elastic] 1\n", ""),
         ("    elaswave.add_arguments(parser)  # [elastic] 2\n", ""),

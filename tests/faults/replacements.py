@@ -2,6 +2,7 @@
 
 TRAINS = "trains right"
 REFUSED = "refused"
+LESS = "goes on with less, and says so"
 RAISES = "its own error, once"
 DETACHED = "nothing attached"
 

@@ -11,7 +11,7 @@ from tests.faults.hybrid_matrix import PP2_DP2
 from tests.faults.mutant_ends import check_refused, check_told
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.mutants_page import PAGE, page
-from tests.faults.replacements import TRAINS
+from tests.faults.replacements import LESS, TRAINS
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -32,7 +32,12 @@ def test_a_mutant_is_not_silent(
     script.write_text(mutant.script)
     options = tuple(one.replace("SAVED", str(tmp_path / "saved")) for one in mutant.options)
     trains = mutant.end == TRAINS
-    spec = replace(SPEC, options=options, kills=("1@3:backward",), respawn=0 if trains else 10)
+    spec = replace(
+        SPEC,
+        options=options,
+        kills=("1@3:backward",),
+        respawn=0 if trains or mutant.end == LESS else 10,
+    )
     done = run(replace(spec, script=str(script)))
     if trains:
         check_equal(done, reference(SPEC))

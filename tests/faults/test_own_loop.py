@@ -222,9 +222,9 @@ BAD: dict[str, tuple[Change, str]] = {
         (_UPDATE, "        model[0].buffers[0].grad_data.mul_(0.5)\n" + _UPDATE),
         "the script changes gradients or weights between forward_backward and optimizer.step()",
     ),
-    "batches in memory": (
-        (_ITERATOR, "iter([*loader(train)]), loader(valid)"),
-        "data_iterator is a list_iterator, of which a lost worker's batches are gone",
+    "a list of batches": (
+        (_ITERATOR, "[*loader(train)], loader(valid)"),
+        "data_iterator is a list, which is no iterator",
     ),
     "a generator that knows its rank": (
         (

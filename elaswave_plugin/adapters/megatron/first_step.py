@@ -93,7 +93,7 @@ class FirstStep:
         ``losses_of(reports)`` of the flow that was run last. Raises ConfigurationError, alike on
         all workers, where both differ and that ends the job.
         """
-        if not self._is_due(flow):
+        if not self.is_due(flow):
             return run(flow)
         self._began_s = time.monotonic()
         other = self._dealt_otherwise(flow)
@@ -106,7 +106,7 @@ class FirstStep:
         self._judge(exchanged, in_place=other is flow, seconds=seconds)
         return reports
 
-    def _is_due(self, flow: Flow) -> bool:
+    def is_due(self, flow: Flow) -> bool:
         """Return whether this call is of the first step; alike on all workers."""
         worker = self._worker
         now = worker.view.epoch, worker.completed

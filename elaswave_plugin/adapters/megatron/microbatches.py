@@ -70,6 +70,8 @@ class Microbatches:
         self._cut_patches = cut_patches()
         self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
+        # Flows without some replicas: one object for each.
+        self._reduced: dict[tuple[Dataflow, frozenset[int]], Dataflow] = {}
         self._in_step = False
         self._enters = True
         if worker.owns_rank_0:
@@ -164,18 +166,18 @@ class Microbatches:
         forward_only: bool,
         in_step: bool | None = None,
         num_microbatches: int | None = None,
+        left_out: frozenset[int] = frozenset(),
         rehearses: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
         """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
 
-        ``in_step``: whether a training step makes the call, by default where it trains;
-        ``num_microbatches``: of all replicas, if not the whole batch; ``rehearses``: whether the
-        job's first step may be run twice; ``kwargs``: the function's others. Returns the reported
-        losses, one for each of ``reports``, where they are known, else none. Raises
-        ConfigurationError for a model that is not bound, where that is not carried.
+        ``in_step``: whether a step makes it, by default where it trains; ``num_microbatches``: of
+        all replicas, if not the whole batch; ``left_out``: replicas that are not run;
+        ``rehearses``: whether the first step may run twice. Returns reported losses, one for each
+        of ``reports``, where they are known. Raises ConfigurationError for models not bound.
         """
-        worker, flow = self._worker, self._dealt(num_microbatches)
+        worker, flow = self._worker, self.dealt(num_microbatches, left_out)
         executor.check_arguments(kwargs)
         bound = self._models.of(kwargs["model"])
         if bound is None and isinstance(flow, PipelineFlow):
@@ -232,7 +234,7 @@ class Microbatches:
 
         Of a job with model parallelism whose stages are not as at launch; else nothing.
         """
-        flow = self._dealt(num_microbatches)
+        flow = self.dealt(num_microbatches)
         if not isinstance(flow, PipelineFlow) or flow.is_healthy:
             return ()
         places = ((slot, flow.coordinate(slot)) for slot in self._worker.ranks)
@@ -246,7 +248,7 @@ class Microbatches:
     def pass_over(self, read: Callable[[int], object], *, num_microbatches: int) -> None:
         """Have this worker's micro-batches of a step that is skipped read, by ``read(number)``."""
         self._in_step = self._enters = True
-        flow, size = self._dealt(num_microbatches), self._micro_batch_size
+        flow, size = self.dealt(num_microbatches), self._micro_batch_size
         if self.coordinate is not None:
             order = executor.order_of(flow, self._worker.slot, micro_batch_size=size)
             self.executed = order.pieces
@@ -295,10 +297,20 @@ class Microbatches:
         )
         return passes.reports
 
-    def _dealt(self, num_microbatches: int | None) -> Dataflow | PipelineFlow:
+    def dealt(
+        self, num_microbatches: int | None, left_out: frozenset[int] = frozenset()
+    ) -> Dataflow | PipelineFlow:
+        """Return the flow of a call, by the number of its micro-batches; some replicas left out."""
         flow = self._worker.flow_of(num_microbatches or self._num_microbatches)
         assert isinstance(flow, Dataflow | PipelineFlow)
+        if left_out:
+            assert isinstance(flow, Dataflow)
+            flow = self._reduced.setdefault((flow, left_out), flow.without(left_out))
         return flow
+
+    def is_rehearsed(self, num_microbatches: int) -> bool:
+        """Return whether a call of this number of micro-batches is run twice, dealt otherwise."""
+        return self._first_step.is_due(self.dealt(num_microbatches))
 
     def finish(self) -> None:
         """Nothing is run any more."""

@@ -9,7 +9,7 @@ What these calls are given says all that ``ElasticJob`` is told by its verbs: th
 trains binds the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -22,13 +22,15 @@ from elaswave_plugin.adapters.megatron.arguments import Sizes
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Result
+from elaswave_plugin.adapters.megatron.input_seal import InputSeal, SealedCall, drawn
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
-from elaswave_plugin.adapters.megatron.step.made_again import Original
+from elaswave_plugin.adapters.megatron.step.made_again import InMemory, Original
 from elaswave_plugin.adapters.megatron.step.positions import Count
+from elaswave_plugin.adapters.megatron.step.replica_sampler import ADVICE
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, Streams
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
@@ -101,6 +103,7 @@ class OwnLoop(ElasticJob):
             follow_draws=lambda told: self._settle(*told[0]),
         )
         self._streams = Streams()
+        self._seal: InputSeal | None = None
         self._reports: list[Any] = []
         self._states = StatesToSave()
         # Samples of all training calls so far, by which the ledger numbers them.
@@ -175,7 +178,12 @@ class OwnLoop(ElasticJob):
     def call(self, native: Callable[..., Any], *, forward_only: bool, **given: Any) -> Any:
         """``forward_backward``: completed through any number of losses."""
         count = given.pop("num_microbatches")
-        stream = self._stream_of(given.pop("data_iterator"))
+        iterator = given.pop("data_iterator")
+        if isinstance(iterator, list) and len(iterator) == 1:
+            (iterator,) = iterator
+        stream: ReplicaStream | SealedCall | None = self._stream_of(iterator)
+        if stream is None:
+            stream = self._sealed_call(iterator, count, trains=not forward_only, **given)
         passes = partial(
             self._passes,
             native,
@@ -272,7 +280,7 @@ class OwnLoop(ElasticJob):
     def _passes(
         self,
         native: Callable[..., Any],
-        stream: ReplicaStream,
+        stream: ReplicaStream | SealedCall,
         count: int,
         *,
         forward_only: bool,
@@ -310,7 +318,7 @@ class OwnLoop(ElasticJob):
             self._buffers.enter(replica)
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
-        batches = UntilItsEnd(stream)
+        batches = UntilItsEnd(stream) if isinstance(stream, ReplicaStream) else stream
         given["forward_step_func"] = without_collectives(
             batches.read_by(given["forward_step_func"]), self._worker.links
         )
@@ -320,6 +328,7 @@ class OwnLoop(ElasticJob):
                 begin,
                 forward_only=forward_only,
                 num_microbatches=count * width,
+                left_out=stream.left_out,
                 data_iterator=batches,
                 **given,
             )
@@ -419,12 +428,18 @@ class OwnLoop(ElasticJob):
 
     # ---- the data -------------------------------------------------------------------------------
 
-    def _stream_of(self, iterator: Any) -> ReplicaStream:
-        """The stream of an iterator that the script gives."""
+    def _stream_of(self, iterator: Any) -> ReplicaStream | None:
+        """The stream of an iterator that the script gives; None for batches in memory."""
+        if not hasattr(iterator, "__next__") or self._streams.has_in_memory(iterator):
+            return None
         known = self._streams.of(iterator)
         if known is None:
             mine = {self.replica, self.replica or FIRST_SHOWN}
-            original = Original(iterator, mine=mine, num_replicas=self._width)
+            try:
+                original = Original(iterator, mine=mine, num_replicas=self._width)
+            except InMemory:
+                self._streams.add_in_memory(iterator)
+                return None
             known = ReplicaStream(
                 original,
                 digests=original.digests(iterator),
@@ -436,6 +451,44 @@ class OwnLoop(ElasticJob):
             self._positions.follow(known)
             self._streams.add(iterator, original, known)
         return known
+
+    def _sealed_call(
+        self,
+        iterator: Any,
+        count: int,
+        *,
+        trains: bool,
+        forward_step_func: Callable[..., Any],
+        model: Any,
+        **_: Any,
+    ) -> SealedCall:
+        """Draw a call's batches, which the script has in memory."""
+        kind = type(iterator).__name__
+        if iterator is None or (
+            isinstance(iterator, Iterable) and not hasattr(iterator, "__next__")
+        ):
+            raise ConfigurationError(
+                f"data_iterator is a {kind}, which is no iterator: {ADVICE}, on every worker"
+            )
+        if self._seal is None:
+            if self._sizes.model_parallel[1] > 1:
+                raise ConfigurationError(
+                    f"data_iterator is a {kind}, whose batches are in memory, and there are"
+                    f" pipeline stages, for which these are not carried: {ADVICE}"
+                )
+            self._seal = InputSeal(self._worker, replica=self.replica)
+            self._positions.follow(self._seal)
+            self._calls.end(
+                "its script makes batches in memory from what the model is by then; set respawn to"
+                " 0, and the others go on without it"
+            )
+        return SealedCall(
+            self._seal,
+            drawn(iterator, count, forward_step=forward_step_func, chunk=chunks_of(model)[0]),
+            trains=trains,
+            flow=lambda: self._microbatches.dealt(count * self._width),
+            is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self._width),
+        )
 
 
 def _in_its_precision(work: Callable[[], Result]) -> Callable[[], Result]:

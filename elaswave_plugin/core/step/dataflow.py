@@ -24,7 +24,7 @@ w0: [0, 2) | w2: [2, 5) | w3: [5, 8)
 [3, 6) from 1 to 0
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple, TypeVar
@@ -62,6 +62,20 @@ class Dataflow:
     def microbatches(self, slot: int) -> tuple[int, ...]:
         """Micro-batches of ``slot`` in order of execution."""
         return dict(self.placement)[slot]
+
+    def without(self, replicas: Collection[int]) -> "Dataflow":
+        """Return what is left of it without the micro-batches of some replicas.
+
+        >>> print(deal(num_microbatches=4, launch_slots=(0, 1), live=(0,)).without({1}))
+        w0: 0 2
+        """
+        return replace(
+            self,
+            placement=tuple(
+                (slot, tuple(k for k in ks if k % self.num_replicas not in replicas))
+                for slot, ks in self.placement
+            ),
+        )
 
     def contributions(self, slot: int) -> tuple[Contribution, ...]:
         """Contributions of ``slot`` in order of execution."""

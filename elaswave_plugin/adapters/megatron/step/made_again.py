@@ -35,18 +35,21 @@ from elaswave_plugin.values.rows import bytes_of
 _CHECKED_BYTES = 1 << 16
 
 
+class InMemory(Exception):
+    """An iterator's batches are in memory: it reads no DataLoader that it is made of."""
+
+
 class Original:
     """An iterator as the script has given it, and what it is made of."""
 
     def __init__(self, iterator: Any, *, mine: Collection[int], num_replicas: int) -> None:
         """``mine``: the replicas that it may be of.
 
-        Raises ConfigurationError for one that cannot be made again.
+        Raises InMemory for one that reads no DataLoader, ConfigurationError for one that cannot be
+        made again.
         """
         self.name = type(iterator).__name__
         self._mine, self._num_replicas = mine, num_replicas
-        if not hasattr(iterator, "__next__"):
-            raise self._gone("it is no iterator")
         if _is_pass(iterator) and iterator._persistent_workers:
             raise ConfigurationError(
                 "the DataLoader's persistent_workers is True, with which the iterators of all"
@@ -63,7 +66,7 @@ class Original:
             why = f"what it is made of cannot be copied: {error}"
             raise self._gone(why) from error
         if not self._taken.sources:
-            raise self._gone("it reads no DataLoader that is among what it is made of")
+            raise InMemory
         self.begun = _read_of(iterator)
         """So many batches were read of it, of one of those that may have begun."""
 

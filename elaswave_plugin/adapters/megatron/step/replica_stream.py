@@ -57,6 +57,9 @@ class ReplicaStream:
         read = partial(_read, original.sources)
         self._ahead = ReadAhead(read, self._request, like=settings)
 
+    left_out: frozenset[int] = frozenset()
+    """No replica: the batches of each are read."""
+
     def take(self, count: int) -> int:
         """Take the next ``count`` batches of each replica; returns the first one's number.
 
@@ -153,6 +156,17 @@ class Streams:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Original, ReplicaStream]] = {}
+        self._in_memory: dict[int, Any] = {}
+
+    def has_in_memory(self, iterator: Any) -> bool:
+        """Return whether an iterator is known to have its batches in memory."""
+        return id(iterator) in self._in_memory
+
+    def add_in_memory(self, iterator: Any) -> None:
+        """Note that an iterator has its batches in memory, while the script has it."""
+        for key in [one for one in self._in_memory if sys.getrefcount(self._in_memory[one]) <= 2]:
+            del self._in_memory[key]
+        self._in_memory[id(iterator)] = iterator
 
     def of(self, iterator: Any) -> ReplicaStream | None:
         """Find one; raises ConfigurationError where the script has used the iterator by itself."""

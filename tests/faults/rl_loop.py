@@ -1,0 +1,157 @@
+"""A loop in the shape of verl's and slime's: a rollout in memory, log-probs, mini-batches."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults import own_loop, own_scripts
+from tests.faults.harness import JobSpec
+from tests.faults.own_scripts import Change, before_model
+
+# Rollouts have 5 and 6 micro-batches by turns, of one or two samples each; two are the first step.
+FIRST, MICROBATCHES = 2, (5, 6)
+
+_FUNCTIONS = '''\
+def rollout(number, replica):
+    """Samples as a generation gives them, and which of them are a micro-batch."""
+    draws = torch.Generator().manual_seed(1000 * number + replica)
+    drawn = lambda least, most: int(torch.randint(least, most, (), generator=draws))
+    samples, parts = {"tokens": [], "advantage": [], "old": []}, []
+    for _ in range(5 + number % 2):
+        parts.append([])
+        for _ in range(drawn(1, 3)):
+            parts[-1].append(len(samples["tokens"]))
+            samples["tokens"].append(torch.randint(256, (drawn(6, 20),), generator=draws))
+            samples["advantage"].append(drawn(-9, 9) / 9)
+            samples["old"].append(None)
+    return samples, parts
+
+
+class Reader:
+    """Reads micro-batches by their keys, and has an offset: no iterator of Python's."""
+
+    def __init__(self, samples, parts):
+        self.samples, self.parts, self.offset = samples, parts, 0
+
+    def get_next(self, keys):
+        part = self.parts[self.offset]
+        self.offset += 1
+        return {key: [self.samples[key][one] for one in part] for key in keys}
+
+    def reset(self):
+        self.offset = 0
+
+
+def batches_of(reader, keys, count):
+    return [reader.get_next(keys) for _ in range(count)]
+
+
+def read(reader, keys):
+    return reader.get_next(keys) if hasattr(reader, "get_next") else next(reader)
+
+
+def losses_of(batch, model):
+    length = 8 * -(-max(map(len, batch["tokens"])) // 8)
+    tokens = torch.zeros(len(batch["tokens"]), length, dtype=torch.long)
+    for row, one in zip(tokens, batch["tokens"]):
+        row[: len(one)] = one
+    positions = torch.arange(length).expand_as(tokens)
+    return model(tokens, positions, None, labels=tokens.roll(-1, 1))
+
+
+def of_samples(batch, losses):
+    return [-row[: len(one) - 1] for row, one in zip(losses.float(), batch["tokens"])]
+
+
+def log_prob_step(reader, model):
+    batch = read(reader, ["tokens"])
+
+    def report(losses):
+        return losses.sum(), {"log_probs": of_samples(batch, losses)}
+
+    return losses_of(batch, model), report
+
+
+def policy_step(reader, model):
+    batch = read(reader, ["tokens", "old", "advantage"])
+
+    def loss_of(losses):
+        new = of_samples(batch, losses)
+        ratios = [(one - old).exp().mean() for one, old in zip(new, batch["old"])]
+        gains = [ratio * gain for ratio, gain in zip(ratios, batch["advantage"])]
+        loss = -sum(gains) / len(gains)
+        return loss, {"loss": [float(loss), 1.0], "ratios": torch.stack(ratios).detach()}
+
+    return losses_of(batch, model), loss_of
+
+
+'''
+_LOOP = """\
+    del schedule["num_microbatches"], schedule["forward_step_func"]
+    replica = parallel_state.get_data_parallel_rank()
+    for iteration in range(args.train_iters):
+        if iteration % 2 == 0:
+            samples, parts = rollout(iteration // 2, replica)
+            reader = Reader(samples, parts)
+            with torch.no_grad():
+                model[0].eval()
+                reports = forward_backward(
+                    data_iterator={log_probs},
+                    forward_step_func=log_prob_step,
+                    num_microbatches=len(parts),
+                    forward_only=True,
+                    **schedule,
+                )
+                model[0].train()
+            samples["old"] = [one for report in reports for one in report["log_probs"]]
+            reader.reset()
+        count = 2 if iteration % 2 == 0 else len(parts) - 2
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = forward_backward(
+            data_iterator={training},
+            forward_step_func=policy_step,
+            num_microbatches=count,
+            **schedule,
+        )
+        _, grad_norm, _ = optimizer.step()
+        scheduler.step(increment=args.global_batch_size)
+        ratios = [float(one).hex() for report in reports for one in report["ratios"]]
+        print(f"ratios {{replica}} {{iteration}} {{' '.join(ratios)}}\\n", end="", flush=True)
+
+
+"""
+READERS = {
+    "get_next": ("[reader]", "[reader]"),
+    "lists": (
+        'iter(batches_of(reader, ["tokens"], len(parts)))',
+        'iter(batches_of(reader, ["tokens", "old", "advantage"], count))',
+    ),
+    "generators": (
+        "(reader.get_next(['tokens']) for _ in parts)",
+        "(reader.get_next(['tokens', 'old', 'advantage']) for _ in range(count))",
+    ),
+}
+
+
+def write(folder: Path, reads: str, *more: Change) -> str:
+    """The path of such a script, which gives its batches in one of these ways."""
+    log_probs, training = READERS[reads]
+    loop = _LOOP.format(log_probs=log_probs, training=training)
+    changes = (*own_loop.changes(), before_model(_FUNCTIONS), (own_loop.LOOP, loop), *more)
+    return own_scripts.write(folder, *changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec(JobSpec):
+    """A job of such a script, over four replicas or less."""
+
+    replicas: int = 4
+
+    @property
+    def batches(self) -> list[int]:
+        """Micro-batches of each step, which count as samples."""
+        counts = (
+            MICROBATCHES[step // 2 % 2] - FIRST if step % 2 else FIRST for step in range(self.steps)
+        )
+        return [count * self.replicas for count in counts]

@@ -1,0 +1,173 @@
+"""A loop whose rollouts are in memory survives losses: up to the struck step with equal bits."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaswave_plugin.config import STEP_PHASES, parse_kill
+from elaswave_plugin.observer.observer import audit_samples
+from tests.faults import own_loop, rl_loop
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, check_went_on
+from tests.faults.own_scripts import Change
+from tests.faults.rl_loop import RolloutSpec
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+SEED = "--elaswave-seed=1234"
+SPEC = RolloutSpec(steps=6, options=(SEED,))
+TP2 = replace(SPEC, replicas=2, options=(SEED, "--tensor-model-parallel-size=2"))
+# In the first mini-batch of a rollout and in the second, and while log-probabilities are computed.
+KILLS = [
+    "1@2:evaluation",
+    *(f"{1 - number % 2}@{2 + number % 2}:{phase}" for number, phase in enumerate(STEP_PHASES)),
+]
+
+
+def ratios_of(run: Outcome, steps: range) -> dict[tuple[int, int], set[str]]:
+    """Read what each caller was told of its samples, by replica and step."""
+    told: dict[tuple[int, int], set[str]] = {}
+    for replica, step, ratios in re.findall(r"ratios (\d) (\d) (.*)", run.output):
+        if int(step) in steps:
+            told.setdefault((int(replica), int(step)), set()).add(ratios)
+    return told
+
+
+def check_left_out(run: Outcome, planned: Outcome, whole: Outcome, *, step: int) -> None:
+    """Check that before a step all is as in the undisturbed run, and then as planned."""
+    check_went_on(run)
+    check_went_on(planned)
+    before = range(step)
+    assert run.trace() == planned.trace()
+    assert [run.trace()[one] for one in before] == [whole.trace()[one] for one in before]
+    assert run.trace()[step] != whole.trace()[step]
+    told, wanted = ratios_of(run, range(6)), ratios_of(whole, before)
+    assert told.items() >= ratios_of(planned, range(step, 6)).items()
+    assert {**wanted, **told} == {**told, **wanted}
+    lost, repeated = audit_samples(run.files, batches=run.spec.batches)
+    assert (lost, repeated) == (sum(run.spec.batches[step:]) // 4, 0)
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize("kill", sampled(KILLS))
+def test_the_struck_step_is_whole_and_those_after_it_are_the_survivors(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str
+) -> None:
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next"))
+    fault = parse_kill(kill)
+    step = fault.step + (fault.phase != "evaluation")
+    planned = run(replace(spec, changes=(f"{fault.slot}@{step}",)))
+    survived = run(replace(spec, kills=(kill,)))
+    check_left_out(survived, planned, reference(spec), step=step)
+    assert survived.output.count(f"the script of replica {fault.slot} had in memory are lost") == 1
+    assert f"from step {step} on gradients are those of the other replicas" in survived.output
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="3:backward")
+@pytest.mark.parametrize("reads", sampled([one for one in rl_loop.READERS if one != "get_next"]))
+def test_other_ways_to_have_batches_in_memory(
+    run: Launch, reference: Reference, tmp_path: Path, reads: str
+) -> None:
+    """Their numbers are those of the same batches, however these are read."""
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, reads))
+    known = replace(spec, script=rl_loop.write(tmp_path, "get_next"))
+    planned = run(replace(known, changes=("2@4",)))
+    check_left_out(run(replace(spec, kills=("2@3:backward",))), planned, reference(known), step=4)
+
+
+@proves(Kind.KILLS, Promise.PLANNED, victim="1, 2", moment="2:backward, 2:replay")
+def test_the_worker_with_the_copy_is_lost_as_well(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """With two copies the step is whole."""
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next"))
+    copies = (*spec.options, "--elaswave-snapshot-copies=2")
+    survived = run(replace(spec, options=copies, kills=("1@2:backward", "2@2:replay")))
+    check_went_on(survived)
+    assert survived.trace() == run(replace(spec, changes=("1@3", "2@3"))).trace()
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1")
+@pytest.mark.parametrize("kill", sampled(["1@2:evaluation", "1@2:backward", "0@3:data"]))
+def test_a_replica_of_which_a_worker_is_left_goes_on(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str
+) -> None:
+    """Its script has the batches, and is told of them by those that run them."""
+    spec = replace(TP2, script=rl_loop.write(tmp_path, "get_next"))
+    survived, whole = run(replace(spec, kills=(kill,))), reference(spec)
+    check_equal(survived, whole)
+    assert ratios_of(survived, range(6)) == ratios_of(whole, range(6))
+
+
+_LOSES = "                    data_iterator=[reader],\n"
+_COUNT = "            num_microbatches=count,\n"
+_OLD = '            samples["old"] = '
+BAD: dict[str, tuple[Change, tuple[str, ...], str]] = {
+    "batches that are no plain values": (
+        (_OLD, '            samples["advantage"] = [object()] * 20\n' + _OLD),
+        (),
+        "a batch of data_iterator['advantage'][0] is of the class builtins.object",
+    ),
+    "more than is set": (
+        (_OLD, '            samples["advantage"] = [torch.ones(1 << 18)] * 20\n' + _OLD),
+        ("--elaswave-input-seal-mib=1",),
+        "MiB on rank",
+    ),
+    "another number on each worker": (
+        (_COUNT, "            num_microbatches=count - (replica == 1),\n"),
+        (),
+        "num_microbatches is 1 on rank 1 and 2 on rank 0",
+    ),
+    "reading behind the model": (
+        (
+            "    def loss_of(losses):\n",
+            "    def loss_of(losses):\n        read(reader, ['tokens'])\n",
+        ),
+        (),
+        "forward_step reads its data_iterator by get_next(['tokens'],) once more",
+    ),
+}
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+@pytest.mark.parametrize("what", BAD)
+def test_what_it_cannot_do_is_one_sentence(run: Launch, tmp_path: Path, what: str) -> None:
+    change, options, sentence = BAD[what]
+    script = rl_loop.write(tmp_path, "get_next", change)
+    spec = replace(SPEC, nproc=2, replicas=2, steps=3, script=script)
+    refused = run(replace(spec, options=(SEED, *options)))
+    assert (refused.returncode, refused.orphans) == (2, ())
+    assert refused.output.count(sentence) >= 1
+    assert "Traceback" not in refused.output
+
+
+@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
+def test_stages_of_a_pipeline_are_refused(run: Launch, tmp_path: Path) -> None:
+    change = ("iter(loader(train)), loader(valid)", "iter([*loader(train)]), loader(valid)")
+    pp2 = JobSpec(nproc=2, steps=3, options=("--pipeline-model-parallel-size=2",))
+    refused = run(replace(pp2, script=own_loop.write(tmp_path, change)))
+    assert (refused.returncode, refused.orphans) == (2, ())
+    assert refused.output.count("data_iterator is a list_iterator, whose batches are in mem") == 1
+
+
+@proves(Kind.KILLS, Promise.REFUSED, victim="0, 1", moment="2:backward, 3:backward")
+def test_a_replica_of_which_no_worker_is_left_ends_the_job(run: Launch, tmp_path: Path) -> None:
+    """With tensor parallelism, whose deal has no place for fewer replicas."""
+    spec = replace(TP2, script=rl_loop.write(tmp_path, "get_next"))
+    ended = run(replace(spec, kills=("0@2:backward", "1@2:body")))
+    assert (ended.returncode, ended.orphans) == (2, ())
+    assert ended.output.count("all workers of replica 0 are lost") == 1
+
+
+@proves(Kind.RETURN, Promise.SENT_AWAY, victim="1", moment="2:backward")
+def test_one_that_comes_back_stays_away(run: Launch, reference: Reference, tmp_path: Path) -> None:
+    spec = replace(SPEC, steps=8, script=rl_loop.write(tmp_path, "get_next"))
+    survived = run(
+        replace(spec, kills=("1@2:backward",), respawn=2, awaits=((4, 1),), failing=(1,))
+    )
+    check_went_on(survived)
+    assert survived.trace() == run(replace(spec, changes=("1@3",))).trace()
+    assert survived.output.count("its script makes batches in memory") == 1
+    check_survived(reference(spec))
