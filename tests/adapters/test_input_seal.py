@@ -60,10 +60,10 @@ def read(batch: bytes) -> list[Any]:
 def call_of(batches: Batches) -> Any:
     healthy = deal(num_microbatches=len(SLOTS), launch_slots=SLOTS, live=SLOTS)
     call = SealedCall(
-        InputSeal(worker_of(0), replica=0),
+        InputSeal(worker_of(0), replica=0, num_replicas=4),
         batches,
         trains=False,
-        flow=lambda: healthy,
+        flow=lambda left_out: healthy,
         is_rehearsed=lambda: True,
     )
     call.deliver(call.take(len(batches)), 0, 0)
@@ -129,7 +129,9 @@ def worker_of(slot: int, *, nodes: tuple[int, ...] = (0, 0, 1, 1), copies: int =
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneProcess]:
     """Four workers on two nodes."""
     made = OneProcess(monkeypatch, [])
-    made.start(len(SLOTS), lambda seat: InputSeal(worker_of(seat.slot), replica=seat.slot))
+    made.start(
+        len(SLOTS), lambda seat: InputSeal(worker_of(seat.slot), replica=seat.slot, num_replicas=4)
+    )
     yield made
     made.close()
 
@@ -151,7 +153,7 @@ def after_losing(seat: Seat, lost: set[int]) -> tuple[dict[int, Batches], frozen
     flow = Dataflow(
         num_microbatches=4, num_replicas=4, placement=(*flow.placement, (1, ()), (3, ()))
     )
-    shared = seat.framework.share({} if seat.slot in lost else here, flow, with_all=False)
+    shared = seat.framework.share({} if seat.slot in lost else here, flow.without, with_all=False)
     return shared, seat.framework.left_out
 
 

@@ -53,6 +53,11 @@ def test_gradients_go_the_same_way_back(data: st.DataObject, num_samples: int) -
     assert [tuple(one) for one in crossings(downstream, upstream)] == back
 
 
+def test_samples_that_both_stages_leave_out_pass_nowhere() -> None:
+    passing = crossings([[(0, 1), (4, 5)], [(1, 2)]], [[(0, 1)], [(1, 2), (4, 5)]])
+    assert [tuple(one) for one in passing] == [(0, 1, 0, 0), (1, 2, 1, 1), (4, 5, 0, 1)]
+
+
 @pytest.mark.parametrize(
     ("upstream", "downstream"),
     [

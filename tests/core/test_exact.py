@@ -151,3 +151,19 @@ def test_sample_ids_cover_a_run_once_in_order() -> None:
         for one in sample_ids(step=step, microbatch=k, num_microbatches=4, size=2)
     ]
     assert ids == list(range(24))
+
+
+@given(jobs(), st.data())
+def test_replicas_that_are_left_out_change_no_bit_of_the_others(
+    job: tuple[int, list[float], list[int]], data: st.DataObject
+) -> None:
+    """Whoever runs them, the sum is that of the replicas that are left."""
+    replicas, gradients, live = job
+    left_out = data.draw(st.sets(st.integers(0, replicas - 1), max_size=replicas - 1))
+    sums = set()
+    for slots in (live, range(replicas)):
+        flow = deal(num_microbatches=len(gradients), launch_slots=range(replicas), live=slots)
+        placement = dict(flow.without(left_out).placement)
+        assert not left_out & {k % replicas for ks in placement.values() for k in ks}
+        sums.add(struct.pack("<f", evaluate(placement, gradients, replicas)))
+    assert len(sums) == 1

@@ -401,3 +401,15 @@ def test_too_many_workers_keep_whole_backwards() -> None:
     flow = flow_of(layout=layout, num_microbatches=320, split_backward="always")
     assert not flow.lists
     assert any("too many workers to place weight gradients" in why for why in flow.reasons)
+
+
+def test_the_micro_batches_of_the_replicas_that_are_left() -> None:
+    """Each worker runs those of one of them, by their numbers in the whole batch."""
+    layout = launch_layout(tp=1, pp=2, dp=3, num_layers=2).without([1, 4])
+    numbers = [0, 2, 3, 5, 6, 8]
+    flow = flow_of(layout=layout, num_microbatches=6).renumbered(numbers, num_microbatches=9)
+    assert str(flow) == "stage 0: w0: 0 3 6 | w2: 2 5 8; stage 1: w3: 0 3 6 | w5: 2 5 8"
+    assert (flow.num_reports, flow.reports(5), flow.reports(0)) == (9, (2, 5, 8), ())
+    assert [op.start for op in flow.ops(2) if op.kind == FORWARD] == [2, 5, 8]
+    assert [term.replica for term in flow.shard_group(1, 0).fold()] == [0, 2]
+    assert [one.start for one in flow.crossings(0)] == numbers

@@ -47,7 +47,7 @@ def check_left_out(run: Outcome, planned: Outcome, whole: Outcome, *, step: int)
     assert told.items() >= ratios_of(planned, range(step, 6)).items()
     assert {**wanted, **told} == {**told, **wanted}
     lost, repeated = audit_samples(run.files, batches=run.spec.batches)
-    assert (lost, repeated) == (sum(run.spec.batches[step:]) // 4, 0)
+    assert (lost, repeated) == (sum(run.spec.batches[step:]) // run.spec.replicas, 0)
 
 
 @proves(Kind.KILL, Promise.PLANNED)
@@ -152,13 +152,15 @@ def test_stages_of_a_pipeline_are_refused(run: Launch, tmp_path: Path) -> None:
     assert refused.output.count("data_iterator is a list_iterator, whose batches are in mem") == 1
 
 
-@proves(Kind.KILLS, Promise.REFUSED, victim="0, 1", moment="2:backward, 3:backward")
-def test_a_replica_of_which_no_worker_is_left_ends_the_job(run: Launch, tmp_path: Path) -> None:
-    """With tensor parallelism, whose deal has no place for fewer replicas."""
+@proves(Kind.KILLS, Promise.PLANNED, victim="2, 3", moment="2:backward")
+def test_a_whole_replica_of_a_tensor_parallel_job_is_lost(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """As with the node that it is on."""
     spec = replace(TP2, script=rl_loop.write(tmp_path, "get_next"))
-    ended = run(replace(spec, kills=("0@2:backward", "1@2:body")))
-    assert (ended.returncode, ended.orphans) == (2, ())
-    assert ended.output.count("all workers of replica 0 are lost") == 1
+    planned = run(replace(spec, changes=("2@3", "3@3")))
+    survived = run(replace(spec, kills=("2@2:backward", "3@2:backward")))
+    check_left_out(survived, planned, reference(spec), step=3)
 
 
 @proves(Kind.RETURN, Promise.SENT_AWAY, victim="1", moment="2:backward")

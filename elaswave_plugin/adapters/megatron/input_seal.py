@@ -115,9 +115,9 @@ def _on_device(result: Any, on_device: list[bool]) -> Any:
 class InputSeal:
     """The batches of the last steps' calls that trained: a worker's own, and copies of others'."""
 
-    def __init__(self, worker: Worker, *, replica: int) -> None:
-        """``replica``: that of this worker at the launch."""
-        self.worker, self.replica = worker, replica
+    def __init__(self, worker: Worker, *, replica: int, num_replicas: int) -> None:
+        """``replica``: that of this worker at the launch, of ``num_replicas``."""
+        self.worker, self.replica, self._width = worker, replica, num_replicas
         self.position = 0
         """The call that comes next, of those with batches in memory."""
         # By call: the step that it was of, and batches by replica.
@@ -200,47 +200,38 @@ class InputSeal:
         self._has_said = True
 
     def share(
-        self, here: dict[int, Batches], flow: Dataflow | PipelineFlow, *, with_all: bool
+        self,
+        here: dict[int, Batches],
+        flow: Callable[[frozenset[int]], Dataflow | PipelineFlow],
+        *,
+        with_all: bool,
     ) -> dict[int, Batches]:
-        """Give each worker the batches that it runs by a flow; returns those that are here then.
+        """Give each worker the batches that it runs; returns those that are here then.
 
-        Collective over WORLD. ``with_all``: all batches to all workers. Sets `left_out`. Raises
-        ConfigurationError where a replica has none, and tensor parallelism has to run it.
+        Collective over WORLD. ``flow(replicas)`` leaves these out: those that have none, of which
+        users are told once. ``with_all``: all batches to all workers.
         """
-        worker = self.worker
+        worker, width = self.worker, self._width
         held = [{*one} for one in gathered(sorted(here))]
-        width = flow.num_replicas if isinstance(flow, Dataflow) else flow.layout.dp
-        left_out = frozenset(range(width)).difference(*held)
-        if left_out:
-            flow = self._without(flow, left_out)
-        self.left_out, here = left_out, {**here}
-        for replica in sorted({*range(width)} - left_out):
+        self.left_out, here = frozenset(range(width)).difference(*held), {**here}
+        if not self._missed.issuperset(self.left_out) and worker.owns_rank_0:
+            names = ", ".join(map(str, sorted(self.left_out)))
+            say(
+                f"the batches that the script of replica {names} had in memory are lost with it:"
+                f" from step {worker.completed} on gradients are those of the other replicas,"
+                f" divided by {width} as before"
+            )
+        self._missed.update(self.left_out)
+        dealt = flow(self.left_out)
+        for replica in sorted({*range(width)} - self.left_out):
             wants = (
-                with_all or any(k % width == replica for k in flow.microbatches(slot))
+                with_all or any(k % width == replica for k in dealt.microbatches(slot))
                 for slot in worker.ranks
             )
             if any(one and replica not in has for one, has in zip(wants, held, strict=True)):
                 source = next(rank for rank, has in enumerate(held) if replica in has)
                 here[replica] = told_by(source, here.get(replica), _WHAT)
         return here
-
-    def _without(self, flow: Dataflow | PipelineFlow, left_out: frozenset[int]) -> Dataflow:
-        worker = self.worker
-        names = ", ".join(map(str, sorted(left_out)))
-        if isinstance(flow, PipelineFlow):
-            raise ConfigurationError(
-                f"all workers of replica {names} are lost, and with them the batches that their"
-                f" script had in memory, of which step {worker.completed} is made as well: restart"
-                " from the last checkpoint"
-            )
-        if not self._missed.issuperset(left_out) and worker.owns_rank_0:
-            say(
-                f"the batches that the script of replica {names} had in memory are lost with it:"
-                f" from step {worker.completed} on gradients are those of the other replicas,"
-                f" divided by {flow.num_replicas} as before"
-            )
-        self._missed.update(left_out)
-        return flow.without(left_out)
 
 
 class SealedCall:
@@ -252,10 +243,13 @@ class SealedCall:
         own: Batches,
         *,
         trains: bool,
-        flow: Callable[[], Dataflow | PipelineFlow],
+        flow: Callable[[frozenset[int]], Dataflow | PipelineFlow],
         is_rehearsed: Callable[[], bool],
     ) -> None:
-        """``flow()``: that of the call now; ``is_rehearsed()``: whether others run it as well."""
+        """``flow(replicas)``: that of the call now, without these.
+
+        ``is_rehearsed()``: whether others run the call as well.
+        """
         self._seal, self._own, self._trains = seal, own, trains
         self._flow, self._is_rehearsed = flow, is_rehearsed
         self._batches: dict[int, Batches] = {}
@@ -276,9 +270,9 @@ class SealedCall:
         call, self._batches = self._seal.next_call(), {self._seal.replica: self._own}
         if self._trains:
             self._batches = self._seal.lay(call, self._own)
-        flow, with_all = self._flow(), self._trains and self._is_rehearsed()
-        if with_all or not flow.is_healthy:
-            self._batches = self._seal.share(self._batches, flow, with_all=with_all)
+        with_all = self._trains and self._is_rehearsed()
+        if with_all or not self._flow(frozenset()).is_healthy:
+            self._batches = self._seal.share(self._batches, self._flow, with_all=with_all)
         return call
 
     def has(self, first: int, replica: int, number: int) -> bool:

@@ -71,7 +71,7 @@ class Microbatches:
         self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
         # Flows without some replicas: one object for each.
-        self._reduced: dict[tuple[Dataflow, frozenset[int]], Dataflow] = {}
+        self._reduced: dict[tuple[int, int, frozenset[int]], Dataflow | PipelineFlow] = {}
         self._in_step = False
         self._enters = True
         if worker.owns_rank_0:
@@ -303,10 +303,21 @@ class Microbatches:
         """Return the flow of a call, by the number of its micro-batches; some replicas left out."""
         flow = self._worker.flow_of(num_microbatches or self._num_microbatches)
         assert isinstance(flow, Dataflow | PipelineFlow)
-        if left_out:
-            assert isinstance(flow, Dataflow)
-            flow = self._reduced.setdefault((flow, left_out), flow.without(left_out))
-        return flow
+        key = self._worker.view.epoch, flow.num_microbatches, left_out
+        if left_out and key not in self._reduced:
+            self._reduced[key] = self._without(flow, left_out)
+        return self._reduced.get(key, flow)
+
+    def _without(
+        self, flow: Dataflow | PipelineFlow, left_out: frozenset[int]
+    ) -> Dataflow | PipelineFlow:
+        if isinstance(flow, Dataflow):
+            return flow.without(left_out)
+        count, width = flow.num_microbatches, flow.layout.dp
+        numbers = [number for number in range(count) if number % width not in left_out]
+        fewer = self._worker.flow_of(len(numbers))
+        assert isinstance(fewer, PipelineFlow)
+        return fewer.renumbered(numbers, num_microbatches=count)
 
     def is_rehearsed(self, num_microbatches: int) -> bool:
         """Return whether a call of this number of micro-batches is run twice, dealt otherwise."""

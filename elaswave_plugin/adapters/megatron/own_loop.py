@@ -476,7 +476,7 @@ class OwnLoop(ElasticJob):
                     f"data_iterator is a {kind}, whose batches are in memory, and there are"
                     f" pipeline stages, for which these are not carried: {ADVICE}"
                 )
-            self._seal = InputSeal(self._worker, replica=self.replica)
+            self._seal = InputSeal(self._worker, replica=self.replica, num_replicas=self._width)
             self._positions.follow(self._seal)
             self._calls.end(
                 "its script makes batches in memory from what the model is by then; set respawn to"
@@ -486,7 +486,7 @@ class OwnLoop(ElasticJob):
             self._seal,
             drawn(iterator, count, forward_step=forward_step_func, chunk=chunks_of(model)[0]),
             trains=trains,
-            flow=lambda: self._microbatches.dealt(count * self._width),
+            flow=partial(self._microbatches.dealt, count * self._width),
             is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self._width),
         )
 

@@ -155,13 +155,37 @@ class PipelineFlow:
         coordinate = self.coordinate(slot)
         if coordinate is None or coordinate.stage != len(self.pieces) - 1:
             return ()
+        if not self.is_resized:
+            return self.microbatches(slot)
         starts = sorted(piece.start for pieces in self.pieces[-1] for piece in pieces)
         return tuple(starts.index(piece.start) for piece in self.samples(slot))
 
     @property
     def num_reports(self) -> int:
         """Losses of the step: one for each piece of the last stage."""
-        return sum(map(len, self.pieces[-1]))
+        return sum(map(len, self.pieces[-1])) if self.is_resized else self.num_microbatches
+
+    def renumbered(self, numbers: Sequence[int], *, num_microbatches: int) -> "PipelineFlow":
+        """Return the same work on these micro-batches, of a larger batch; not if resized.
+
+        ``numbers``: rising, of each micro-batch here the one there.
+        """
+        size = self.micro_batch_size
+
+        def there(piece: Piece) -> Piece:
+            number = numbers[piece.start // size]
+            return piece._replace(start=number * size, stop=(number + 1) * size)
+
+        return replace(
+            self,
+            num_microbatches=num_microbatches,
+            pieces=tuple(
+                tuple(tuple(map(there, own)) for own in of_stage) for of_stage in self.pieces
+            ),
+            lists=(),
+            is_greedy=False,
+            is_split=False,
+        )
 
     def ops(self, slot: int) -> WorkerOps:
         """Return the ordered operations of a worker that has a place.

@@ -349,15 +349,13 @@ Intervals = Sequence[Sequence[tuple[int, int]]]
 def crossings(upstream: Intervals, downstream: Intervals) -> tuple[Crossing, ...]:
     """List everything that passes between two stages, in the order of the samples.
 
-    One for each overlap of an interval of the one with an interval of the other.
-    Raises ValueError unless both stages run the same samples, each once.
+    One for each overlap of an interval of the one with an interval of the other; both leave the
+    same samples out, if any. Raises ValueError unless they run the same samples, each once.
     """
     before, after = list(_in_order(upstream)), list(_in_order(downstream))
-    ran = [(stage[0][0], stage[-1][1]) if stage else (0, 0) for stage in (before, after)]
+    ran = [_without_seams(stage) for stage in (before, after)]
     if ran[0] != ran[1]:
-        raise ValueError(
-            "two stages run the samples [{}, {}) and [{}, {})".format(*ran[0], *ran[1])
-        )
+        raise ValueError("two stages run the samples {} and {}".format(*ran))
     found: list[Crossing] = []
     first = second = 0
     while first < len(before):
@@ -367,12 +365,23 @@ def crossings(upstream: Intervals, downstream: Intervals) -> tuple[Crossing, ...
     return tuple(found)
 
 
+def _without_seams(stage: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """Join what follows on each other."""
+    joined: list[list[int]] = []
+    for start, stop, _ in stage:
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return joined
+
+
 def _in_order(stage: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, worker), rising and without a gap."""
+    """Yield (start, stop, worker), rising."""
     intervals = sorted((*one, worker) for worker, mine in enumerate(stage) for one in mine)
     reached = intervals[0][0] if intervals else 0
     for start, stop, worker in intervals:
-        if start != reached or stop <= start:
+        if start < reached or stop <= start:
             raise ValueError(f"a stage runs [{start}, {stop}) after the samples before {reached}")
         reached = stop
         yield start, stop, worker
