@@ -134,6 +134,32 @@ READERS = {
 }
 
 
+_OLD = '            samples["old"] = '
+_LOOKS = "    del schedule"
+# A second model without an optimizer, whose log-probabilities change the advantages.
+REFERENCE: tuple[Change, ...] = (
+    (_LOOKS, "    torch.manual_seed(7)\n    reference = build_model(args)[0].eval()\n" + _LOOKS),
+    (
+        _OLD,
+        """\
+            reader.reset()
+            with torch.no_grad():
+                told = forward_backward(
+                    data_iterator=[reader],
+                    forward_step_func=log_prob_step,
+                    num_microbatches=len(parts),
+                    forward_only=True,
+                    **{**schedule, "model": reference},
+                )
+            told = [one for report in told for one in report["log_probs"]]
+            gains = zip(samples["advantage"], told)
+            samples["advantage"] = [gain - float(one.mean()) for gain, one in gains]
+"""
+        + _OLD,
+    ),
+)
+
+
 def write(folder: Path, reads: str, *more: Change) -> str:
     """The path of such a script, which gives its batches in one of these ways."""
     log_probs, training = READERS[reads]

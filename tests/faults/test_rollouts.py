@@ -77,6 +77,17 @@ def test_other_ways_to_have_batches_in_memory(
     check_left_out(run(replace(spec, kills=("2@3:backward",))), planned, reference(known), step=4)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="1")
+@pytest.mark.parametrize("kill", sampled(["1@2:evaluation", "1@2:backward"]))
+def test_a_second_model_without_an_optimizer(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str
+) -> None:
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next", *rl_loop.REFERENCE))
+    step = 2 + ("evaluation" not in kill)
+    planned = run(replace(spec, changes=(f"1@{step}",)))
+    check_left_out(run(replace(spec, kills=(kill,))), planned, reference(spec), step=step)
+
+
 @proves(Kind.KILLS, Promise.PLANNED, victim="1, 2", moment="2:backward, 2:replay")
 def test_the_worker_with_the_copy_is_lost_as_well(
     run: Launch, reference: Reference, tmp_path: Path
