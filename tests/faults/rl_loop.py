@@ -160,6 +160,16 @@ REFERENCE: tuple[Change, ...] = (
 )
 
 
+# Each token weighs the same, however many a replica has.
+PER_TOKEN: tuple[Change, ...] = (
+    (
+        "        return loss, {",
+        "        tokens = sum(map(len, new))\n"
+        "        return loss * tokens, torch.tensor(tokens, dtype=torch.int), {",
+    ),
+)
+
+
 def write(folder: Path, reads: str, *more: Change) -> str:
     """The path of such a script, which gives its batches in one of these ways."""
     log_probs, training = READERS[reads]

@@ -88,6 +88,20 @@ def test_a_second_model_without_an_optimizer(
     check_left_out(run(replace(spec, kills=(kill,))), planned, reference(spec), step=step)
 
 
+@proves(Kind.KILL, Promise.PLANNED, victim="3", moment="3:reduce")
+def test_losses_by_token(run: Launch, reference: Reference, tmp_path: Path) -> None:
+    script = rl_loop.write(tmp_path, "get_next", *rl_loop.PER_TOKEN)
+    spec = replace(SPEC, script=script, options=(SEED, "--calculate-per-token-loss"))
+    planned = run(replace(spec, changes=("3@4",)))
+    check_left_out(run(replace(spec, kills=("3@3:reduce",))), planned, reference(spec), step=4)
+
+
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")
+def test_in_fast_mode(run: Launch, tmp_path: Path) -> None:
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next"), consistency="fast")
+    check_went_on(run(replace(spec, kills=("1@2:backward",))))
+
+
 @proves(Kind.KILLS, Promise.PLANNED, victim="1, 2", moment="2:backward, 2:replay")
 def test_the_worker_with_the_copy_is_lost_as_well(
     run: Launch, reference: Reference, tmp_path: Path

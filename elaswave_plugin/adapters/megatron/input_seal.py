@@ -219,7 +219,7 @@ class InputSeal:
             say(
                 f"the batches that the script of replica {names} had in memory are lost with it:"
                 f" from step {worker.completed} on gradients are those of the other replicas,"
-                f" divided by {width} as before"
+                f" divided by {width} as before, or by their tokens (calculate_per_token_loss)"
             )
         self._missed.update(self.left_out)
         dealt = flow(self.left_out)
