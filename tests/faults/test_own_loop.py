@@ -11,7 +11,7 @@ from tests.checkpoints.reader import differences, read_checkpoint
 from tests.convoys import Convoy, convoys
 from tests.faults import own_loop
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
+from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, check_went_on
 from tests.faults.own_scripts import Change, before_model
 from tests.proofs import Kind, Promise, proves
 
@@ -130,6 +130,17 @@ def test_with_stages_and_tensor_parallelism(
     check_equal(survived, reference(verbs))
     # Rank 0 is of the first stage, which reports nothing, also where it runs the last one's.
     assert sizes != PP2 or {*validation_of(survived)} == {"0x0.0p+0"}
+
+
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")
+def test_micro_batches_stay_whole_in_fast_mode(run: Launch) -> None:
+    """Its iterator gives no parts of them, and as many of two samples as of one."""
+    spec = replace(spec_of(1, "backward"), consistency="fast")
+    cut = ("--micro-batch-size=2", "--calculate-per-token-loss", SEED, *TP2)
+    check_went_on(run(replace(spec, options=cut)))
+    refused = run(replace(spec, options=(*cut, "--elaswave-dataflow=resize")))
+    assert refused.returncode == 2
+    assert refused.output.count("the script's iterator gives whole micro-batches") == 1
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")

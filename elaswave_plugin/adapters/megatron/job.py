@@ -91,6 +91,8 @@ class ElasticJob:
 
     # Of the calls of a script that counts its steps itself.
     _calls: CallRecord | None = None
+    # Why micro-batches stay whole, if so.
+    _why_whole: str | None = None
 
     def __init__(
         self,
@@ -219,6 +221,7 @@ class ElasticJob:
             micro_batch_size=self._micro_batch_size,
             seed=self._seed,
             passes_undone=self._state.passes_undone,
+            why_whole=self._why_whole,
             whole_replicas=self._buffers.by_replica,
         )
         self._gradients = StepGradients(

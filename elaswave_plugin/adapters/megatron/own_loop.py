@@ -62,6 +62,7 @@ _ENDLESS = 1 << 40
 class OwnLoop(ElasticJob):
     """One worker's part of a script whose loop is its own."""
 
+    _why_whole = "the script's iterator gives whole micro-batches"
     # Of the numbers that the script makes by itself, for the sentence that names their lines.
     _advice = "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
 
