@@ -157,7 +157,7 @@ def test_sample_ids_cover_a_run_once_in_order() -> None:
 def test_replicas_that_are_left_out_change_no_bit_of_the_others(
     job: tuple[int, list[float], list[int]], data: st.DataObject
 ) -> None:
-    """Whoever runs them, the sum is that of the replicas that are left."""
+    """The sum is that of the replicas that are left, on whichever workers these run."""
     replicas, gradients, live = job
     left_out = data.draw(st.sets(st.integers(0, replicas - 1), max_size=replicas - 1))
     sums = set()
