@@ -63,7 +63,7 @@ class _Noting:
 def drawn(iterator: Any, count: int, *, forward_step: Callable[..., Any], chunk: Any) -> Batches:
     """Draw what ``count`` micro-batches read of an iterator; raises StopIteration at its end.
 
-    Of one without ``__next__``, as with ``get_next(keys)``, the first ones' forward step shows what
+    Of one without ``__next__``, as with ``get_next(keys)``, the first one's forward step shows what
     that is: it runs up to the model. Raises ConfigurationError for batches that are not plain.
     """
     if hasattr(iterator, "__next__"):
