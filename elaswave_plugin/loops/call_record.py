@@ -32,6 +32,9 @@ Entry = tuple[str, Any, list[Any]]
 class CallRecord:
     """The calls of one worker's loop, in order; or those of another that are to be passed over."""
 
+    # Whether the last calls are kept where no later worker can be told.
+    _keeps_on = False
+
     def __init__(
         self,
         *,
@@ -70,6 +73,8 @@ class CallRecord:
 
     def _append(self, call: str, draws: Any, returned: Any) -> None:
         self._made += 1
+        if self._flaw is not None and not self._keeps_on:
+            return
         size = sum(one.nbytes for one in _pytree.tree_leaves(returned) if torch.is_tensor(one))
         if size > _LARGEST:
             self.end(f"{call} has returned {size} bytes, and at most {_LARGEST} are kept")
@@ -189,9 +194,11 @@ class CallRecord:
         )
 
     def end(self, why: str) -> None:
-        """Keep no more than the last calls, as no later worker can be told: ``why``."""
+        """Have no later worker told what the calls returned: ``why`` is said instead."""
         self._flaw = self._flaw or why
         self._blocks.clear()
+        if not self._keeps_on:
+            self._newest.clear()
 
     def told(self) -> list[bytes] | str:
         """Return all of it, also what is to be passed over, or why it cannot be told."""

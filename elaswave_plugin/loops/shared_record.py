@@ -13,6 +13,8 @@ from elaswave_plugin.values.gathered import gathered, told_by
 class SharedRecord(CallRecord):
     """A record of calls that all workers make, with some of their own in between."""
 
+    _keeps_on = True
+
     def __init__(self, *, own: Collection[str], when_level: Callable[[], object]) -> None:
         """``own``: calls that some workers' scripts make, and others not.
 
