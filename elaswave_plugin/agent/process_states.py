@@ -61,32 +61,39 @@ class ProcessorWaits:
     """The waits of a process since it last made progress, as far as it has been watched."""
 
     def __init__(self) -> None:
-        self._since_s = 0.0
-        self._before: dict[int, _Scheduled] = {}
+        self._since_s = self._total_s = 0.0
+        # By thread, all its waits at the last call.
+        self._waited_s: dict[int, float] = {}
         # By thread, what was counted last, and since when it stands in line with that.
         self._in_line: dict[int, tuple[_Scheduled, float]] = {}
 
     def since(self, since_s: float, pid: int) -> float:
-        """Seconds that the thread that waited longest did; `since_s` on the monotonic clock.
+        """Seconds in which a thread waited, from one call to the next those of one thread.
 
-        Counted from the first call with this `since_s` on. Linux counts a wait when it is over: one
-        that lasts is that of a runnable thread of which nothing is counted.
+        Threads wait in turn where one has what another one needs, as Python's lock. Counted from
+        the first call with this `since_s` on, of the monotonic clock. Linux counts a wait when it
+        is over: one that lasts is that of a runnable thread of which nothing is counted.
         """
         now_s = time.monotonic()
         if now_s - since_s < _SHORT_S:
             return 0.0
         counted = _scheduled(pid)
         if since_s != self._since_s:
-            self._since_s, self._before, self._in_line = since_s, counted, {}
+            self._since_s, self._total_s = since_s, 0.0
+            self._waited_s, self._in_line = {}, {}
+        if not counted:  # it has ended
+            return 0.0
         for tid, one in counted.items():
             last, _ = self._in_line.get(tid, (None, now_s))
             if one != last or state_of(tid) != RUNNABLE:
                 self._in_line[tid] = one, now_s
         longest_s = 0.0
         for tid, one in counted.items():
-            waited_ns = one.waited_ns - self._before.get(tid, one).waited_ns
-            longest_s = max(longest_s, waited_ns / _NS + now_s - self._in_line[tid][1])
-        return longest_s
+            waited_s = one.waited_ns / _NS + now_s - self._in_line[tid][1]
+            longest_s = max(longest_s, waited_s - self._waited_s.get(tid, waited_s))
+            self._waited_s[tid] = waited_s
+        self._total_s += longest_s
+        return self._total_s
 
 
 def _scheduled(pid: int) -> dict[int, _Scheduled]:

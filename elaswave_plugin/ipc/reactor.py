@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -100,3 +101,13 @@ class Reactor:
 
 def _nothing() -> None:
     pass
+
+
+def is_readable(source: int | socket.socket, within_s: float) -> bool:
+    """Return whether it can be read, or has ended, within this time; also the fd of a process.
+
+    Of any number: ``select.select`` refuses 1024 and more, as a process with many open files has.
+    """
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    return bool(poll.poll(1000 * max(0.0, within_s)))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import stat
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
+
+from elaswave_plugin.ipc.reactor import is_readable
 
 _OUTPUTS = (1, 2)
 # What still has our output after the job may keep it: its lines are handed on after our end.
@@ -76,7 +77,7 @@ class _Relay:
         for fd in self._behind:
             os.dup2(nowhere, fd)
         pidfd = os.pidfd_open(self._pid)
-        if select.select([pidfd], [], [], _LAST_WORDS_S)[0]:
+        if is_readable(pidfd, _LAST_WORDS_S):
             is_read = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) == 0
             for fd, behind in self._behind.items():
                 if is_read:

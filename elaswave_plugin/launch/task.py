@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import select
 import signal
 import socket
 import struct
@@ -29,7 +28,7 @@ from elaswave_plugin.errors import (
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.handshake import is_same_user
 from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END
-from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.reactor import Reactor, is_readable
 from elaswave_plugin.ipc.snapshot_record import MEMORIES
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode, receive_frame, send_frame
 
@@ -101,7 +100,7 @@ def _meet(found: list[Task], name: str, slot: int, count: int, timeout_s: float)
             if left_s <= 0:
                 raise AgreementError(f"{late} did not come within {timeout_s:g} s")
             waiting.tell(f"{late} to come")
-            if not select.select([listener], [], [], min(left_s, waiting.left_s))[0]:
+            if not is_readable(listener, min(left_s, waiting.left_s)):
                 continue
             sock, _ = listener.accept()
             if not is_same_user(sock):

@@ -125,15 +125,22 @@ def worker_of(slot: int, *, nodes: tuple[int, ...] = (0, 0, 1, 1), copies: int =
     )
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[OneProcess]:
+    """This process, whose servers go on to its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = OneProcess(patch, [])
+        yield made
+        made.close()
+
+
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneProcess]:
+def job(process: OneProcess) -> OneProcess:
     """Four workers on two nodes."""
-    made = OneProcess(monkeypatch, [])
-    made.start(
+    process.start(
         len(SLOTS), lambda seat: InputSeal(worker_of(seat.slot), replica=seat.slot, num_replicas=4)
     )
-    yield made
-    made.close()
+    return process
 
 
 def lie(seat: Seat) -> dict[int, Batches]:

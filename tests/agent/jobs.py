@@ -2,7 +2,6 @@
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.idle import Deadline
 from tests.ports import free_port
@@ -206,7 +206,7 @@ class Job:
                     return report
             left_s = deadline.left_s()
             assert left_s, f"no {what}; have {self.reports}; output:\n{self.outputs()}"
-            if select.select([self._inbox], [], [], left_s)[0]:
+            if is_readable(self._inbox, left_s):
                 self.reports.append(json.loads(self._inbox.recv(1 << 20)))
 
     def nothing(self, what: str, slot: int, *, for_s: float) -> bool:
@@ -214,7 +214,7 @@ class Job:
         deadline_s = time.monotonic() + for_s
         while not any((r["what"], r["slot"]) == (what, slot) for r in self.reports):
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._inbox], [], [], left_s)[0]:
+            if left_s <= 0 or not is_readable(self._inbox, left_s):
                 return True
             self.reports.append(json.loads(self._inbox.recv(1 << 20)))
         return False
@@ -223,7 +223,7 @@ class Job:
         """Take in what the trainers report meanwhile: with ten reports unheard they wait."""
         deadline_s = time.monotonic() + for_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([self._inbox], [], [], left_s)[0]:
+            if is_readable(self._inbox, left_s):
                 self.reports.append(json.loads(self._inbox.recv(1 << 20)))
 
     def finish(self, slots: Sequence[int], *, launcher: int = 0) -> int:
@@ -274,7 +274,7 @@ class Job:
 
     def ended(self, pid: int) -> bool:
         """Return whether a watched process ends in time."""
-        return bool(select.select([self._watched[pid]], [], [], self.wait_s)[0])
+        return is_readable(self._watched[pid], self.wait_s)
 
     def left(self, timeout_s: float) -> list[int]:
         """List the watched processes that still live after at most this time."""
@@ -282,6 +282,6 @@ class Job:
         living = []
         for pid, pidfd in self._watched.items():
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not select.select([pidfd], [], [], left_s)[0]:
+            if not is_readable(pidfd, left_s):
                 living.append(pid)
         return living

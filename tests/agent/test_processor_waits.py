@@ -5,7 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from elaswave_plugin.agent import process_states
 from elaswave_plugin.agent.process_states import ProcessorWaits
 
 WATCHED_S = 1.0
@@ -59,3 +63,27 @@ def test_a_wait_that_lasts_is_counted_before_it_is_over() -> None:
     steps = [after - before for before, after in itertools.pairwise(found)]
     # At each look most of the time since the one before, also while it has had no turn.
     assert sum(step > 0.05 for step in steps) > 0.8 * len(steps), found
+
+
+def test_threads_that_wait_in_turn_wait_as_long_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Python's threads the one that has the lock waits, and the others sleep until it had it."""
+    now_s, waited_s = 100.0, {1: 5.0, 2: 0.0}
+    monkeypatch.setattr(process_states, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(process_states, "state_of", lambda tid: "S")
+    monkeypatch.setattr(
+        process_states,
+        "_scheduled",
+        lambda pid: {
+            tid: process_states._Scheduled(0, int(one * 1e9), 0) for tid, one in waited_s.items()
+        },
+    )
+    waits = ProcessorWaits()
+    assert waits.since(99.0, 7) == 0.0
+    for tid in (1, 2, 1, 2):
+        now_s += 0.2
+        waited_s[tid] += 0.15
+        waited_s[3 - tid] += 0.05
+        waits.since(99.0, 7)
+    assert waits.since(99.0, 7) == pytest.approx(0.6)
+    # From its next progress on, nothing has been waited for.
+    assert waits.since(99.8, 7) == 0.0

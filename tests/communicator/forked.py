@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import select
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ import torch
 from elaswave_plugin.communicator.links.connection import State
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.ipc.reactor import is_readable
 from tests.job_secret import SECRET
 
 LIMIT_S = 60.0
@@ -175,7 +175,7 @@ class Workers:
         descriptor = os.pidfd_open(pid)
         try:
             os.kill(pid, signal.SIGKILL)
-            assert select.select([descriptor], [], [], LIMIT_S)[0], f"worker {slot} does not die"
+            assert is_readable(descriptor, LIMIT_S), f"worker {slot} does not die"
         finally:
             os.close(descriptor)
         os.waitpid(pid, 0)

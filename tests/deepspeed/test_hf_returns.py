@@ -158,6 +158,24 @@ def test_an_evaluation_that_starts_again_is_whole_and_passed_over(
     check_counted(killed, whole)
 
 
+@proves(Kind.KILL, Promise.CLOSE, victim="2", moment="4:save")
+@pytest.mark.parametrize("stage", sampled([1, 3]))
+def test_a_save_that_names_its_folder_starts_again(
+    run: Launch, reference: Launch, stage: int
+) -> None:
+    """Accelerate refuses a folder that is there, as the one of the attempt that was lost."""
+    spec = spec_of(("2@4:save",), (), stage=stage, respawn=0)
+    killed, whole = run(spec), reference(spec)
+    check_survived(killed)
+    assert len(killed.events("fault_fired")) == 1
+    check_counted(killed, whole, workers=3)
+    names, wanted = (
+        sorted(one.name for one in (run.directory / "checkpoints").iterdir())
+        for run in (killed, whole)
+    )
+    assert names == wanted == ["checkpoint_2", "checkpoint_3"]
+
+
 @proves(Kind.RETURN, Promise.CLOSE, victim="0", moment="1:backward")
 def test_calls_of_the_main_process_alone_are_no_difference(run: Launch, reference: Launch) -> None:
     spec = spec_of(("0@1:backward",), ("+0@4",), options=("--by-rank",))

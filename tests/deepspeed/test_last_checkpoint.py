@@ -46,3 +46,25 @@ def test_the_engine_saves_where_all_leave(
     loaded = run(replace(loading, options=again))
     assert loaded.returncode == 0, loaded.output[-3000:]
     assert (tmp_path / "again" / "latest").read_text() == f"global_step{done + loading.steps}"
+
+
+@proves(Kind.ALL_LEAVE, Promise.WHOLE)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_on_accelerate_saves_where_all_leave(
+    run: Launch, zygote: Zygote, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    from tests.deepspeed.test_hf import spec_of
+
+    folder = tmp_path / "last"
+    spec = spec_of(steps=60, launcher=(f"--notice-timeout-s={SAVE_S:g}",))
+    section = {**spec.config(tmp_path / "run")["elaswave"], "last_checkpoint_dir": str(folder)}
+    settings = json.dumps({**json.loads(spec.settings), "elaswave": section})
+    told = told_to_end(
+        replace(spec, settings=settings), zygote=zygote, data=tmp_path, directory=tmp_path / "run"
+    )
+    done = completed_once(told)
+    tag = folder / f"global_step{done}"
+    assert (folder / "latest").read_text() == tag.name
+    assert writers(tag) == 4

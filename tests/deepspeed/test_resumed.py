@@ -68,7 +68,7 @@ def test_one_that_skips_them_reads_none_of_them_and_may_begin_again(
 ) -> None:
     """In the pass that the checkpoint was in, and in a redo; the next pass is a whole one."""
     script = Script()
-    script.loader.skip_first(TRAINED % PASS // EACH)
+    script.loader.prepare_epoch(0, number=0, skipped=TRAINED % PASS // EACH)
     sealed = script.loader.position
     iter(script.loader)
     wanted = script.loader.items_at(1, TRAINED % PASS // EACH)

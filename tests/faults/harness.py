@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any, Self
 import psutil
 
 from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, Kill, parse_kill
+from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.observer.observer import (
     audit_samples,
     disagreeing_steps,
@@ -448,7 +448,7 @@ def left_alive(pids: tuple[int, ...], *, limit_s: float) -> tuple[int, ...]:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
-            if not select.select([pidfd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            if not is_readable(pidfd, max(0.0, deadline_s - time.monotonic())):
                 left.append(pid)
             os.close(pidfd)
     return tuple(left)

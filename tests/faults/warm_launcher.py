@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.ipc.wire import FrameBuffer, encode
 from tests.idle import Deadline
 
@@ -89,7 +89,7 @@ class WarmLauncher:
         deadline = Deadline(timeout_s)
         while not self._frames:
             left_s = deadline.left_s()
-            if not select.select([self._sock], [], [], left_s)[0]:
+            if not is_readable(self._sock, left_s):
                 if left_s:
                     continue
                 raise subprocess.TimeoutExpired(self._argv, timeout_s)

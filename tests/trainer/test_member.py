@@ -1,6 +1,5 @@
 """The trainer's end of the control link, against a hand-driven agent."""
 
-import select
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from elaswave_plugin.errors import (
     JobStopped,
 )
 from elaswave_plugin.ipc.frames import NewView
+from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.ipc.wire import encode, receive_frame, send_frame
 from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
 from tests.agent.jobs import environment
@@ -113,13 +113,13 @@ class Agent:
 
     def hear(self) -> list[dict[str, Any]]:
         """All that it has said since it joined, but for joining."""
-        while select.select([self.sock], [], [], 0)[0]:
+        while is_readable(self.sock, 0):
             self.heard.append(self.next())
         return [frame for frame in self.heard if frame["t"] != "join"]
 
     def silent(self) -> bool:
         """Return whether the member says nothing for as long as it may take to answer."""
-        return not select.select([self.sock], [], [], self.within_s)[0]
+        return not is_readable(self.sock, self.within_s)
 
 
 def commit_of(*path: MembershipView) -> NewView:

@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import itertools
 import os
-import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret
 from elaswave_plugin.ipc.wire import receive_frame, send_frame
 
@@ -312,7 +312,7 @@ def _greet(
     waiting = MeetingWait()
     try:
         send_frame(first, {"node": own.node, "slots": rendezvous.slots, "peer": own, **sizes})
-        while not select.select([first], [], [], waiting.left_s)[0]:
+        while not is_readable(first, waiting.left_s):
             if (
                 time.monotonic() > deadline_s + _FIRST_FRAME_S
             ):  # node 0 says more, if a little later

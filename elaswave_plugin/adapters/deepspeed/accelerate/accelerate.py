@@ -426,9 +426,9 @@ class AcceleratedJob:
                 return str(native(accelerator, *args, **how))
             # Made again: it would refuse the folder that it has made itself.
             naming.iteration, naming.automatic_checkpoint_naming = number, False
+            named = {"output_dir": folder} if names_it else {}
             try:
-                given = [folder, *args[1:]] if names_it else args
-                return str(native(accelerator, *given, **how))
+                return str(native(accelerator, *args[len(named) :], **{**how, **named}))
             finally:
                 naming.automatic_checkpoint_naming = names_it
 

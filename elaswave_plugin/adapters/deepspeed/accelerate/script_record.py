@@ -17,10 +17,7 @@ from torch.utils import _pytree
 from elaswave_plugin.adapters.deepspeed.engine.attached import abandoning
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
-from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import (
-    numbers_of,
-    with_numbers,
-)
+from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import numbers_of, with_numbers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.record_told import RecordTold
 from elaswave_plugin.loops.shared_record import SharedRecord
@@ -61,6 +58,9 @@ class ScriptRecord:
         self._is_kept = self._job.loop.meets = True
         engine.forward = wraps(engine.forward)(partial(self.forward, engine.forward))
         self._job.news.script = self
+        worker = self._job.loop.worker
+        if not (worker.config.respawn or worker.reserve):
+            self._calls.end("no worker comes later")
         self._job.before_leaving.append(self._check_end)
 
     @abandoning
