@@ -75,7 +75,7 @@ def _missing() -> str:
                 " ELASWAVE=1"
             )
         return (
-            "--elaswave is given, and the script called neither torch.distributed's"
+            "--elaswave or ELASWAVE=1 is given, and the script called neither torch.distributed's"
             " init_process_group, by its name there, behind the import of megatron.core, nor"
             " Megatron-LM's pretrain; call one of them"
         )

@@ -228,6 +228,7 @@ def test_a_list_of_rank_0_that_the_next_one_does_not_have(run: Launch, tmp_path:
 
 
 _FETCH = "    forward_backward = get_forward_backward_func()\n"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 BAD: dict[str, tuple[Change, str]] = {
     "gradients changed by hand": (
         (_UPDATE, "        model[0].buffers[0].grad_data.mul_(0.5)\n" + _UPDATE),
@@ -256,6 +257,32 @@ BAD: dict[str, tuple[Change, str]] = {
     "two updates of one pass": (
         (_UPDATE, _UPDATE + "        optimizer.step()\n"),
         "optimizer.step() is called, and forward_backward has trained nothing since",
+    ),
+    "the schedule imported by its name": (
+        (
+            f"from {_SCHEDULES} import get_forward_backward_func\n",
+            f"from {_SCHEDULES} import forward_backward_no_pipelining\n\n"
+            "def get_forward_backward_func():\n    return forward_backward_no_pipelining\n\n",
+        ),
+        "have each step call what get_forward_backward_func() returns",
+    ),
+    "a second loop, of another model": (
+        (
+            own_loop.LOOP,
+            own_loop.LOOP.rstrip("\n")
+            + "\n    schedule['model'] = build_model(args)[0]\n"
+            + "    train_step()\n\n\n",
+        ),
+        "forward_backward trains a second model",
+    ),
+    "a second model that is never stepped": (
+        (
+            TRAINS,
+            TRAINS
+            + "        other = {**schedule, 'model': build_model(args)[0]}\n"
+            + "        forward_backward(data_iterator=train_batches, **other)\n",
+        ),
+        "forward_backward trains a second model",
     ),
     "the schedule by a name from before": (
         (

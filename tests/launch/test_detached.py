@@ -97,8 +97,12 @@ def test_the_first_step_of_a_script_that_did_not_join_is_told_at_once(
         ("import torch", "the script uses neither Megatron-Core nor DeepSpeed"),
         (FORKS, "the script uses neither Megatron-Core nor DeepSpeed"),
         ("import os, torch; os.environ.clear()", "the script uses neither Megatron-Core nor"),
+        (
+            "import os, megatron.core; os.environ['ELASWAVE'] = '1'",
+            "--elaswave or ELASWAVE=1 is given, and the script called neither",
+        ),
     ],
-    ids=["no torch", "no step", "a step of a child", "no environment"],
+    ids=["no torch", "no step", "a step of a child", "no environment", "no world"],
 )
 def test_a_script_that_ends_without_having_joined_is_told(
     tmp_path: Path, script: str, missing: str
