@@ -198,7 +198,7 @@ class UserLoop:
 
     def _recover(self) -> None:
         between, completed = self.iteration == 0, self.worker.completed
-        if self.iteration and not self.dead:
+        if self.iteration and not self.dead and self._steps.state.repeats_bodies:
             # What the script has set behind its first batch, where a loss meets its next call.
             self._steps.state.find()
         # One that comes has begun no step that could have been rolled back.
