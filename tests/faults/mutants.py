@@ -80,7 +80,7 @@ _UP = {
 _DOWN = {
     1: (TRAINS, ""),
     2: (REFUSED, "write elaswave.add_arguments(parser)"),
-    3: (RAISES, "Error: "),
+    3: (TRAINS, ""),
     4: (REFUSED, _NO_WORLD),
     5: (TRAINS, ""),
     6: (TRAINS, ""),
