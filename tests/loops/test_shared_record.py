@@ -62,6 +62,23 @@ class Workers:
         """Have all at the same call; returns who stands where, for those who were behind."""
         return self.together(lambda rank: self.records[rank].catch_up(f"of {rank}"))
 
+    def met_in(self, call: str, *then: tuple[str, Callable[[], Any]]) -> list[Any]:
+        """Have a loss meet worker 1 in a call, which gives "own"; what that and others return."""
+
+        def act(rank: int) -> Any:
+            record = self.records[rank]
+
+            def interrupted() -> str:
+                record.catch_up(None)
+                return "own"
+
+            if rank == 0:
+                return record.catch_up(None)
+            return [record.of(call, interrupted), *(record.of(*one) for one in then)]
+
+        results: list[Any] = self.together(act)[1]
+        return results
+
 
 def made(value: Any) -> Callable[[], Any]:
     return lambda: value
@@ -94,19 +111,7 @@ def test_a_call_that_a_loss_has_met_is_answered_where_another_had_it(
     """It is interrupted in the middle, and its own result counts for nothing."""
     workers = Workers(2, monkeypatch)
     calls(workers.records[0], ["sum", "sum"])
-
-    def met(rank: int) -> Any:
-        record = workers.records[rank]
-        if rank == 0:
-            return record.catch_up(None)
-
-        def interrupted() -> str:
-            record.catch_up(None)
-            return "stand-in"
-
-        return [record.of("sum", interrupted), record.of("sum", refuses)]
-
-    assert workers.together(met) == [None, [0, 1]]
+    assert workers.met_in("sum", ("sum", refuses)) == [0, 1]
 
 
 def test_the_end_of_the_data_is_met_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,23 +176,8 @@ def test_what_is_large_or_not_plain_is_not_kept(monkeypatch: pytest.MonkeyPatch)
     workers.records[0].of("gather", made(torch.zeros(1 << 19)))
     workers.records[0].of("objects", made(object()))
     workers.records[0].of("sum", made(3))
-
-    def met(rank: int) -> Any:
-        record = workers.records[rank]
-        if rank == 0:
-            return record.catch_up(None)
-
-        def interrupted() -> str:
-            record.catch_up(None)
-            return "own"
-
-        return [
-            record.of("gather", interrupted),
-            record.of("objects", made("mine")),
-            record.of("sum", refuses),
-        ]
-
-    assert workers.together(met)[1] == ["own", "mine", 3]
+    given = workers.met_in("gather", ("objects", made("mine")), ("sum", refuses))
+    assert given == ["own", "mine", 3]
     told = workers.records[0].told()
     assert isinstance(told, str) and "gather has returned 2097152 bytes" in told
 

@@ -445,17 +445,18 @@ class AcceleratedJob:
 
     def load(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Any:
         """``accelerator.load_state()``: from which step a script counts follows from it."""
-        self.record.loads.append(str([*args, *how.values()][:1]))
+        self.record.loads += map(str, [*args, *how.values()][:1])
         return native(accelerator, *args, **how)
 
     def whole(self, native: Callable[..., Any], accelerator: Any, *args: Any, **how: Any) -> Any:
         """``accelerator.get_state_dict()``; nothing where others have it behind them."""
-        state: dict[str, Any] = {}
-        self.record.of(
-            "accelerator.get_state_dict",
-            lambda: state.update(native(accelerator, *args, **how) or {}),
-        )
-        return state
+        made: list[Any] = []
+
+        def make() -> None:
+            made.append(native(accelerator, *args, **how))
+
+        self.record.of("accelerator.get_state_dict", make)
+        return made[0] if made else {}
 
     # ---- after a loss ---------------------------------------------------------------------------
 
