@@ -11,7 +11,6 @@ from elaswave_plugin.adapters.megatron_settings import EXPERTS
 
 # Arguments that are named otherwise than the setting of Megatron-Core which they make.
 _ARGUMENTS = (
-    ("average_in_collective", "ddp_average_in_collective"),
     ("reduce_scatter_with_fp32_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"),
     ("cpu_offloading", "cpu_offloading_num_layers"),
 )
@@ -127,14 +126,6 @@ _CHANGED = (
         False,
         Answer.ADJUSTED,
         "saves are waited for, so that no loss tears one",
-    ),
-    (
-        "ddp_average_in_collective",
-        (False,),
-        False,
-        False,
-        Answer.ADJUSTED,
-        "replicas are divided before they are added: after a loss they run unequal shares",
     ),
     (
         "data_sharding",

@@ -31,12 +31,6 @@ _CARRIED = (
         (1,),
         "the plugin keeps copies of shards by itself; leave it at 1",
     ),
-    (
-        DDP,
-        "average_in_collective",
-        (False,),
-        "after a loss replicas run unequal numbers of micro-batches, whose mean is none; unset it",
-    ),
     (DDP, "nccl_ub", (False,), "its buffers are registered once, for one width; unset it"),
     (
         DDP,

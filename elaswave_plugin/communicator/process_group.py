@@ -46,6 +46,8 @@ class GroupTable:
         # Called before WORLD ends, as where the script destroys it.
         self.before_the_end: Callable[[], None] = lambda: None
         self._world_ranks: tuple[int, ...] = ()
+        self._first_ranks = self._world_ranks
+        self._of_all: set[str] = set()
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._launched: dict[str, tuple[int, ...]] = {}
         self._installed = False
@@ -81,6 +83,8 @@ class GroupTable:
             )
         self._groups[name] = group
         self._launched[name] = slots
+        if {*slots} == {*self._world_ranks}:
+            self._of_all.add(name)
         return group
 
     def _forget(self, name: str) -> None:
@@ -111,6 +115,41 @@ class GroupTable:
         """The members that every group but WORLD was made with, by name."""
         names = [group.group_name for group in self.groups if group is not self.world]
         return {name: self._launched[name] for name in names}
+
+    def is_of_all(self, group: ElasticProcessGroup) -> bool:
+        """Return whether a group was made of all workers that there were."""
+        return group is self.world or group.group_name in self._of_all
+
+    def made_of(self, group: ElasticProcessGroup) -> tuple[int, ...]:
+        """The slots that a group was made of; a group that was made aside has its members."""
+        return self._launched.get(group.group_name, group.members)
+
+    def as_made(self, group: ElasticProcessGroup, *, view: int) -> ElasticProcessGroup:
+        """Return the group of those that one was made of and that are there; ``view``: its number.
+
+        It is that one itself where nobody is missing.
+        """
+        made = self.made_of(group)
+        if (self._world_ranks, group.members) == (self._first_ranks, made):
+            return group
+        there = [slot for slot in made if slot in self._world_ranks]
+        return self._beside(group, f"in view {view}", there)
+
+    def alone(self, group: ElasticProcessGroup) -> ElasticProcessGroup:
+        """Return a group of this worker, in which what is in a tensor is the result."""
+        return self._beside(group, "alone", [self.links.slot])
+
+    def _beside(
+        self, group: ElasticProcessGroup, which: str, members: Sequence[int]
+    ) -> ElasticProcessGroup:
+        """Make a group that torch does not know, and which nobody edits."""
+        return ElasticProcessGroup(
+            self.links,
+            f"{group.group_name} {which}",
+            members,
+            timeout_s=group.timeout_s,
+            on_shutdown=lambda name: None,
+        )
 
     def edit_groups(self, view_ranks: Sequence[int], edits: Mapping[str, GroupEdit]) -> None:
         """Set the members of WORLD and of the named groups together, in torch's tables too."""
@@ -163,7 +202,7 @@ class GroupTable:
         if self._engine is not None or self._gpu_engine != "host":
             self._undo_batches = c10d_tables.route_batches(_batch_of)
         self._installed = True
-        self._world_ranks = world
+        self._world_ranks = self._first_ranks = world
         return {
             "backend": c10d_tables.BACKEND,
             "store": self._store,

@@ -105,6 +105,8 @@ class CallLog:
         self._life = 0
         self._begun = (-1, -1)
         self._report: StepReport | None = None
+        self.after_recovery: Callable[[], object] = lambda: None
+        """Called on every worker once a recovery is over; it may communicate, and start again."""
         self._handshake: Handshake | None = None
         if knowledge is not None:
             self._handshake = Handshake(
@@ -253,6 +255,23 @@ class CallLog:
         self._until(once)
         return results[-1]
 
+    def beside(self, work: Callable[[], Result]) -> Result:
+        """Do what some workers do where others are elsewhere, and again after every recovery."""
+        if self._inside:
+            return work()
+        results: list[Result] = []
+
+        @_in_own_mode
+        def once() -> None:
+            while self.worker.completed < self._passed:
+                self.worker.relief.step(self._attempt_step)
+            if self._parts.get(self._passed):
+                self.worker.relief.step(partial(self._make_parts, self._passed))
+            results.append(work())
+
+        self._guard(once)
+        return results[-1]
+
     def finish(self, *, before_leaving: Callable[[], object]) -> None:
         """Leave when all workers have completed their last step.
 
@@ -352,9 +371,13 @@ class CallLog:
     def _recover(self) -> None:
         self._life += 1
         self._steps.recover()
-        if self._handshake is not None:
-            guarded(self._handshake.exchange, self._steps.recover)
+        guarded(self._meet, self._steps.recover)
         self.worker.links.detached = self.is_lagging
+
+    def _meet(self) -> None:
+        if self._handshake is not None:
+            self._handshake.exchange()
+        self.after_recovery()
 
     def _follow(self, knowledge: Knowledge, told: Sequence[Any]) -> None:
         reached = max(one[0] for one in told if one is not None)

@@ -22,8 +22,8 @@ _NOTHING = "nothing more before their present step"
 # So many calls are packed together: numbers of one kind take less room so. As many are kept as they
 # are, for those who are a few calls behind.
 _BLOCK = 512
-# What a call returns beyond this many bytes is not kept.
-_LARGEST = 1 << 20
+LARGEST = 1 << 20
+"""What a call returns beyond this many bytes is not kept."""
 
 # The name of a call, the draws behind it, and in a list what it returned; nothing if not kept.
 Entry = tuple[str, Any, list[Any]]
@@ -76,9 +76,9 @@ class CallRecord:
         if self._flaw is not None and not self._keeps_on:
             return
         size = sum(one.nbytes for one in _pytree.tree_leaves(returned) if torch.is_tensor(one))
-        if size > _LARGEST:
-            self.end(f"{call} has returned {size} bytes, and at most {_LARGEST} are kept")
-        kept = [_pytree.tree_map_only(torch.Tensor, _copy, returned)] if size <= _LARGEST else []
+        if size > LARGEST:
+            self.end(f"{call} has returned {size} bytes, and at most {LARGEST} are kept")
+        kept = [_pytree.tree_map_only(torch.Tensor, _copy, returned)] if size <= LARGEST else []
         self._newest.append((call, draws, kept))
         if len(self._newest) == 2 * _BLOCK:
             oldest, self._newest = self._newest[:_BLOCK], self._newest[_BLOCK:]

@@ -2,7 +2,9 @@
 
 That body cannot be called again. All-reduces, broadcasts and barriers of all workers are work that
 starts again after a loss, as `CallLog.run` does it: if one worker has left it with its result,
-so do all. Any other collective that a loss interrupts ends the job with a sentence.
+so do all. So are all-reduces and barriers of some, among those that are left of them: after a
+recovery, who has left one tells its result. Any other collective that a loss interrupts ends the
+job with a sentence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +15,9 @@ import torch
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.call_log import CallLog
-from elaswave_plugin.loops.call_record import CallRecord
+from elaswave_plugin.loops.call_record import LARGEST, CallRecord
 from elaswave_plugin.trainer.fatal import end_in_a_sentence, ends_in_a_sentence
+from elaswave_plugin.values.gathered import gathered
 
 _GATHER = "allgather"
 
@@ -27,6 +30,11 @@ class LoopBody:
         self._loop = loop
         self._record = record
         self._worker = loop.worker
+        # By group of some workers: how many calls were completed, and what the last one returned;
+        # here, and of any member after a recovery.
+        self._completed: dict[str, tuple[int, Any]] = {}
+        self._told: dict[str, tuple[int, Any]] = {}
+        loop.after_recovery = self._tell
 
     def begin(self) -> None:
         """Begin the body, which lasts until the script ends."""
@@ -50,32 +58,71 @@ class LoopBody:
         finally:
             self._worker.links.body = before
 
-    def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[[], Any]) -> Any:
-        """Complete a call of all workers, through any number of losses; returns its Work.
+    def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
+        """Complete a call through any number of losses; returns its Work.
 
-        ``start()`` begins it with ``args``, whose tensors it changes. Ends the job where it cannot
-        be made again.
+        ``start(group)`` begins it with ``args``, whose tensors it changes. Ends the job where it
+        cannot be made again.
         """
-        if self._is_behind or set(group.members) != set(self._worker.view.ranks):
-            return self.note(group, call, args, lambda *given: start())
+        groups, is_broadcast = self._worker.groups, call == "broadcast"
+        of_some = not groups.is_of_all(group)
+        if self._is_behind or (of_some and is_broadcast):
+            completed = self.note(group, call, args, lambda *given: start(group))
+            if of_some and not is_broadcast:
+                self._complete(group, completed)
+            return completed
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]
-        root = getattr(args[1], "rootRank", args[1]) if call == "broadcast" else 0
+        root = getattr(args[1], "rootRank", args[1]) if is_broadcast else 0
         source = group.members[root]
 
         def work() -> Any:
-            if call == "broadcast" and group.members[root] != source:
+            if is_broadcast and group.members[root] != source:
                 self.interrupted(call)
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.detach().copy_(value)
-            started = start()
+            started = start(self._among(group, call, tensors) if of_some else group)
             started.wait()
             return started
 
         with self.closed():
-            completed: Any = self._loop.run(work, phase=call)
+            if of_some:
+                completed = self._loop.beside(work)
+                self._complete(group, completed)
+            else:
+                completed = self._loop.run(work, phase=call)
         self._note(call, completed)
         return completed
+
+    # Of some workers, others of whom are elsewhere: a group is that of those that it was made of.
+
+    def _among(self, group: Any, call: str, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the group to make a call in; alone, where a member has that call behind it."""
+        made, groups = self._made(group), self._worker.groups
+        known, results = self._told.get(group.group_name, (0, None))
+        if known <= made:
+            return groups.as_made(group, view=self._worker.view.epoch)
+        if results is None:
+            self.interrupted(call)
+        for tensor, value in zip(tensors, results, strict=True):
+            tensor.detach().copy_(value)
+        return groups.alone(group)
+
+    def _made(self, group: Any) -> int:
+        return self._completed.get(group.group_name, (0, None))[0]
+
+    def _complete(self, group: Any, work: Any) -> None:
+        results = [one.detach().clone() for one in work.result()]
+        kept = results if sum(one.nbytes for one in results) <= LARGEST else None
+        self._completed[group.group_name] = self._made(group) + 1, kept
+
+    def _tell(self) -> None:
+        """Tell what the last call of each group returned (collective over WORLD)."""
+        mine = [[name, *one] for name, one in self._completed.items()]
+        self._told = {}
+        for name, made, results in (one for told in gathered(mine) for one in told):
+            if made > self._told.get(name, (0, None))[0]:
+                self._told[name] = made, results
 
     def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Make a call, and note what it returns; or have in its tensors what the others had there.

@@ -33,7 +33,6 @@ DDP_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("use_distributed_optimizer", False),
     ("use_megatron_fsdp", True),
     ("num_distributed_optimizer_instances", 2),
-    ("average_in_collective", True),
     ("nccl_ub", True),
     ("reduce_scatter_with_fp32_accumulation", True),
 )

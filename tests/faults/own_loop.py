@@ -51,20 +51,29 @@ _NAMED = """\
 """
 _WRAP = "job.forward_backward(get_forward_backward_func())  # [elastic] 7"
 _DEVICE = '    torch.cuda.set_device(int(os.environ["LOCAL_RANK"])'
+_END = 'if __name__ == "__main__"'
 
 
-def changes() -> tuple[Change, ...]:
-    """Each line of ours, and what stands there in a script that knows nothing of us."""
+def start() -> tuple[Change, ...]:
+    """The lines of ours before the model is there, and what stands there in a script without us."""
     text = own_scripts.SCRIPT.read_text()
-    begin, end = text.index("    last = save if"), text.index('if __name__ == "__main__"')
     device = text.index(_DEVICE)
     return (
-        (text[begin:end], LOOP),
         (text[device : text.index("\n", device) + 1], ""),
         ("from elaswave_plugin.adapters import megatron as elaswave  # [elastic] 1\n", ""),
         ("    elaswave.add_arguments(parser)  # [elastic] 2\n", ""),
         ("    job = elaswave.attach(args)  # [elastic] 3\n", ""),
         ("(**job.process_group())  # [elastic] 4", '("gloo")'),
+    )
+
+
+def changes() -> tuple[Change, ...]:
+    """Each line of ours, and what stands there in a script that knows nothing of us."""
+    text = own_scripts.SCRIPT.read_text()
+    begin, end = text.index("    last = save if"), text.index(_END)
+    return (
+        (text[begin:end], LOOP),
+        *start(),
         (own_scripts._BIND, ""),
         (_BATCHES, _LOADER),
         (_WRAP, "get_forward_backward_func()"),
@@ -76,6 +85,14 @@ def changes() -> tuple[Change, ...]:
         ("def save_checkpoint(job, folder", "def save_checkpoint(folder"),
         (_NAME, _NAMED),
     )
+
+
+def another(loop: str, *, functions: str) -> tuple[Change, ...]:
+    """Such a script with another loop, from its loaders on, and other functions for it."""
+    text = own_scripts.SCRIPT.read_text()
+    begin, end = text.index(own_scripts._BIND), text.index(_END)
+    first, last = text.index("def save_checkpoint("), text.index("def print_rank_0(")
+    return ((text[begin:end], loop), (text[first:last], functions), *start())
 
 
 def write(folder: Path, *more: Change) -> str:

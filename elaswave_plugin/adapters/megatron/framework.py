@@ -57,6 +57,7 @@ def make_room(
     What was loaded into the optimizer, or is loaded afterwards, is kept.
     """
     group = chunks[0].intra_dp_cp_group
+    buffers.divide_before_sums(chunks)
     loaded = LoadedState(optimizer)
     for chunk in chunks:
         buffers.lay_out(chunk, list(units_of(chunk).values()), group.size() + spare_width)

@@ -29,7 +29,7 @@ from elaswave_plugin.adapters.megatron.schedule_calls import (
     check_call,
     check_schedule,
     check_work,
-    without_sizes,
+    without_known,
 )
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
@@ -334,7 +334,7 @@ class ElasticJob:
                 count=self._num_microbatches,
                 widths=self._widths,
             )
-            kwargs = without_sizes(kwargs)
+            kwargs = without_known(kwargs)
             if not forward_only:
                 check_lengths(kwargs["data_iterator"], self._positions.end)
                 self._turns.check_trained(kwargs["model"])

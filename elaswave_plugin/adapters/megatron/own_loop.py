@@ -24,6 +24,7 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Result
 from elaswave_plugin.adapters.megatron.input_seal import InputSeal, SealedCall, drawn
 from elaswave_plugin.adapters.megatron.job import ElasticJob
+from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
@@ -178,7 +179,8 @@ class OwnLoop(ElasticJob):
     @ends_in_a_sentence
     def call(self, native: Callable[..., Any], *, forward_only: bool, **given: Any) -> Any:
         """``forward_backward``: completed through any number of losses."""
-        count = given.pop("num_microbatches")
+        count = given["num_microbatches"]
+        given = without_known(given)
         iterator = given.pop("data_iterator")
         if isinstance(iterator, list) and len(iterator) == 1:
             (iterator,) = iterator

@@ -4,9 +4,14 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron.core.process_groups_config import ProcessGroupCollection
+
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN
 from elaswave_plugin.errors import ConfigurationError
 
+# Those that a forward-backward function takes, and the arguments that it takes them by.
+_GROUPS = ("tp", "cp", "pp", "embd", "pos_embd", "dp_cp")
+_OF_GROUPS = ("pg_collection", "p2p_communicator")
 _LIKE = (
     (TRAIN, "job.train(train_step)"),
     (EVALUATE, "job.evaluate(evaluate)"),
@@ -56,11 +61,21 @@ def check_call(
         )
 
 
-def without_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments without the sizes that the job knows itself."""
+def without_known(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments without what the job, or the function that is called, knows itself.
+
+    The latter are the groups of ``parallel_state``, where both arguments have these.
+    """
     kept = {name: value for name, value in given.items() if name != "num_microbatches"}
     if kept.get("decoder_seq_length") == kept.get("seq_length"):
         kept.pop("decoder_seq_length", None)
+    own = ProcessGroupCollection.use_mpu_process_groups([*_GROUPS])
+    groups, communicator = kept.get("pg_collection"), kept.get("p2p_communicator")
+    theirs = [getattr(groups, name, None) for name in _GROUPS]
+    theirs.append(getattr(communicator, "pp_group", own.pp))
+    known = [*(getattr(own, name) for name in _GROUPS), own.pp]
+    if all(one is other for one, other in zip(theirs, known, strict=True)):
+        kept = {name: one for name, one in kept.items() if name not in _OF_GROUPS}
     return kept
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -17,6 +17,7 @@ from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.unbound import Unbound
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
@@ -34,6 +35,12 @@ def _is_before_a_load() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _asks_itself() -> bool:
+    """Return whether a function is called by a framework, not by the script."""
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    return asker.startswith(("megatron.core.", "torch.", "elaswave_plugin."))
 
 
 class ScriptStart:
@@ -102,6 +109,14 @@ class ScriptStart:
                 )
                 for name in ("world_size", "rank")
             ),
+            *(
+                record(
+                    f"elaswave_plugin.communicator.groups.group_core:GroupCore.{name}",
+                    partial(self._as_made, of_members=of_members),
+                    "so is a group that a script asks by itself that of its launch",
+                )
+                for name, of_members in (("size", len), ("rank", self._place_in))
+            ),
         ]
 
     def _schedule(self, native: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,11 +139,24 @@ class ScriptStart:
 
         return forward_backward
 
+    def _place_in(self, members: Sequence[int]) -> int:
+        return members.index(self._worker.slot)
+
+    def _as_made(
+        self, native: Callable[..., int], *, of_members: Callable[[Sequence[int]], int]
+    ) -> Callable[..., int]:
+        @wraps(native)
+        def get(group: ElasticProcessGroup) -> int:
+            if self._loop is None or _asks_itself():
+                return native(group)
+            return of_members(self._worker.groups.made_of(group))
+
+        return get
+
     def _of_launch(self, native: Callable[..., int], *, name: str) -> Callable[..., int]:
         @wraps(native)
         def get(*args: Any, **kwargs: Any) -> int:
-            asker = sys._getframe(1).f_globals.get("__name__", "")
-            if asker.startswith(("megatron.core.", "elaswave_plugin.")):
+            if _asks_itself():
                 return native(*args, **kwargs)
             loop = self._loop
             if name == "world_size":

@@ -10,8 +10,8 @@ MADE_AGAIN = ("allreduce", "broadcast", "barrier")
 class Body(Protocol):
     """The body of a loop that the job owns, between two steps; see ``loop_body.py``."""
 
-    def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[[], Any]) -> Any:
-        """Complete a call, through any number of losses; returns its Work."""
+    def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
+        """Complete a call, through any number of losses, as ``start(group)``; returns its Work."""
 
     def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Make a call that no loss may meet, as ``start(*args)``; returns its Work."""
@@ -28,7 +28,11 @@ def made_again(method: Callable[..., Any]) -> Callable[..., Any]:
         body: Body | None = group._links.body
         if body is None:
             return method(group, *args, **kwargs)
-        return body.run(group, method.__name__, args, lambda: method(group, *args, **kwargs))
+
+        def start(among: Any) -> Any:
+            return getattr(among, method.__name__)(*args, **kwargs)
+
+        return body.run(group, method.__name__, args, start)
 
     return call
 

@@ -183,7 +183,6 @@ def test_what_is_adjusted_is_said_and_what_the_script_had_is_kept() -> None:
         save="folder",
         use_distributed_optimizer=True,
         dist_ckpt_optim_fully_reshardable=False,
-        ddp_average_in_collective=True,
     )
     script = adjust(args)
     assert args.dist_ckpt_optim_fully_reshardable is True
@@ -191,9 +190,7 @@ def test_what_is_adjusted_is_said_and_what_the_script_had_is_kept() -> None:
         assert args.use_distributed_optimizer is True
     assert script.given == {
         "dist_ckpt_optim_fully_reshardable": False,
-        "ddp_average_in_collective": True,
     }
     assert [one.split(" is ")[0] for one in script.said] == [
         "--dist-ckpt-optim-fully-reshardable",
-        "--ddp-average-in-collective",
     ]

@@ -79,6 +79,20 @@ def lay_out(model: DistributedDataParallel, parts: Parts, max_width: int) -> Non
     _group_buckets(model)
 
 
+def divide_before_sums(models: Sequence[DistributedDataParallel]) -> None:
+    """Have each replica's gradients divided by the width, where DDP takes their mean instead.
+
+    After a loss replicas add unequal numbers of micro-batches, whose mean is none; NCCL's own mean
+    is such a sum. As Megatron-Core's distributed/distributed_data_parallel.py scales them.
+    """
+    for model in models:
+        for buffer in model.buffers if model.ddp_config.average_in_collective else ():
+            for one in (buffer, *buffer.buckets):
+                one.gradient_scaling_factor /= model.intra_dp_cp_group.size()
+    for model in models:
+        model.ddp_config.average_in_collective = False
+
+
 def _starts(params: Sequence[torch.nn.Parameter]) -> list[int]:
     """Return the element at which each parameter begins in its bucket."""
     sizes = (-(-param.numel() // _PARAM_ALIGNMENT) * _PARAM_ALIGNMENT for param in params)
