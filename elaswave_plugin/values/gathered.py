@@ -12,20 +12,22 @@ from elaswave_plugin.values.plain import LONGEST_BYTES, decode, encode
 _LONGEST = LONGEST_BYTES + (1 << 10)
 
 
-def gathered(mine: Any, what: str = "what a worker tells the others") -> list[Any]:
-    """Gather each worker's plain value, by rank (collective over WORLD).
+def gathered(
+    mine: Any, what: str = "what a worker tells the others", *, group: Any = None
+) -> list[Any]:
+    """Gather each worker's plain value, by rank (collective over WORLD, or a group).
 
     Raises ConfigurationError for one of this worker that is not plain, UnreadableValueError.
     """
     told = _bytes_of(mine, what)
     count = torch.tensor(len(told))
-    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, count)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
     lengths = [checked(int(one), what) for one in counts]
     row = torch.zeros(max(lengths), dtype=torch.uint8)
     row[: len(told)] = told
     rows = [torch.zeros_like(row) for _ in lengths]
-    dist.all_gather(rows, row)
+    dist.all_gather(rows, row, group=group)
     return [
         decode(row[:length].numpy().data, f"{what} (of rank {rank})")
         for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))

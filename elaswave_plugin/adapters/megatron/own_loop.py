@@ -28,6 +28,7 @@ from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
+from elaswave_plugin.adapters.megatron.step.late_sums import LateSums
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step.made_again import InMemory, Original
 from elaswave_plugin.adapters.megatron.step.positions import Count
@@ -107,6 +108,9 @@ class OwnLoop(ElasticJob):
         self._streams = Streams()
         self._seal: InputSeal | None = None
         self._reports: list[Any] = []
+        self._late = LateSums(
+            self._worker.links, width=self._width, members=self._worker.groups.made_of
+        )
         self._states = StatesToSave()
         # Samples of all training calls so far, by which the ledger numbers them.
         self._read = Count()
@@ -315,6 +319,7 @@ class OwnLoop(ElasticJob):
             size = self._micro_batch_size
             number, replica = divmod(samples.start // size, width)
             stream.deliver(first, replica, number)
+            self._late.start(samples.start // size)
             if not forward_only and stream.has(first, replica, number):
                 ids = range(read + samples.start, read + samples.stop)
                 self._microbatches.consume(step, samples.start // size, tuple(ids))
@@ -323,8 +328,10 @@ class OwnLoop(ElasticJob):
 
         batches = UntilItsEnd(stream) if isinstance(stream, ReplicaStream) else stream
         given["forward_step_func"] = without_collectives(
-            batches.read_by(given["forward_step_func"]), self._worker.links
+            self._late.leaving_out(batches.read_by(given["forward_step_func"])),
+            self._worker.links,
         )
+        self._late.begin(parallel_state.get_data_parallel_group())
         with self._buffers.passes(forward_only=forward_only):
             reports = self._microbatches.forward_backward(
                 native,
@@ -335,7 +342,8 @@ class OwnLoop(ElasticJob):
                 data_iterator=batches,
                 **given,
             )
-        numbers = self._microbatches.reports
+            numbers = self._microbatches.reports
+            whole = self._late.settle(numbers, reports)
         if not forward_only:
             self._state.check(step)
             self._read.position += count * width * self._micro_batch_size
@@ -343,7 +351,7 @@ class OwnLoop(ElasticJob):
             self._reports = reports
             self._check_again(seen, dict(zip(numbers, reports, strict=False)))
         self._settle(rng.PASSES, step, self._loop.works_done)
-        return self._own_reports(numbers, reports, count)
+        return self._own_reports(numbers, whole, count)
 
     def _check_again(self, seen: dict[int, Any], reports: dict[int, Any]) -> None:
         """Raise ConfigurationError where a micro-batch that is made again has another loss.

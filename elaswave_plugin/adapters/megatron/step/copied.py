@@ -46,7 +46,16 @@ def is_common(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):
         # Those of an object, as ``append``, are the copy's.
         return value.__self__ is None or isinstance(value.__self__, ModuleType)
-    return isinstance(value, _COMMON)
+    return isinstance(value, _COMMON) or _has_model(value)
+
+
+def _has_model(value: Any) -> bool:
+    """Return whether an object trains a model, as one does whose method a generator is."""
+    for one in getattr(value, "__dict__", {}).values():
+        first = one[0] if isinstance(one, list) and one else one
+        if isinstance(first, torch.nn.Module):
+            return True
+    return False
 
 
 def of_class(kind: Any) -> Any:
