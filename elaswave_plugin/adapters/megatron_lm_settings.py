@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from elaswave_plugin.adapters import megatron_settings
 from elaswave_plugin.adapters.answers import UNSET, Answer, Setting, Values
-from elaswave_plugin.adapters.megatron_settings import EXPERTS
+from elaswave_plugin.adapters.megatron_settings import EXPERTS, has_stages
 
 # Arguments that are named otherwise than the setting of Megatron-Core which they make.
 _ARGUMENTS = (
@@ -286,7 +286,7 @@ def _of_core() -> Iterator[Setting]:
             carried=(0,) if name == "cpu_offloading_num_layers" else one.carried,
             says=one.says,
             flag=options.get(name, ""),
-            where=_has_experts if one.of == EXPERTS else None,
+            where=_has_experts if one.of == EXPERTS else one.where,
             of=one.of,
             since=one.since,
         )
@@ -311,14 +311,10 @@ def _saves_shards(values: Values) -> bool:
     return bool(values.get("save") and values.get("use_distributed_optimizer"))
 
 
-def _has_stages(values: Values) -> bool:
-    return bool(values.get("pipeline_model_parallel_size", 1) != 1)
-
-
 def _saves_stages(values: Values) -> bool:
     """Return whether each stage has files of its own in a checkpoint."""
     is_torch = values.get("ckpt_format") == "torch"
-    return bool(values.get("save")) and _has_stages(values) and is_torch
+    return bool(values.get("save")) and has_stages(values) and is_torch
 
 
 def _has_experts(values: Values) -> bool:
@@ -339,7 +335,7 @@ def _cuts_experts_otherwise(values: Values) -> bool:
 def why_not(script: str, values: Values) -> str | None:
     """Return the sentence that refuses a script by its name; None where it is carried."""
     says = next((says for begins, says in _SCRIPTS if script.startswith(begins)), None)
-    if says is None and script.startswith(_ONE_STAGE) and _has_stages(values):
+    if says is None and script.startswith(_ONE_STAGE) and has_stages(values):
         says = "Megatron-LM has no stages of T5 itself; use data and tensor parallelism"
     if says is None:
         return None

@@ -3,7 +3,7 @@
 Read by ``megatron/unsupported.py`` where a model is bound, and by the tables of launch scripts.
 """
 
-from elaswave_plugin.adapters.answers import Setting
+from elaswave_plugin.adapters.answers import Setting, Values
 
 DDP, MODEL, EXPERTS = "ddp", "model", "experts"
 _LATER = "0.17 to 0.19"
@@ -79,7 +79,7 @@ _CARRIED = (
         MODEL,
         "variable_seq_lengths",
         (False,),
-        "stages agree on one shape of a message; pad sequences to one length",
+        "pipeline stages agree on one shape of a message; pad sequences to one length",
     ),
     (
         MODEL,
@@ -119,11 +119,25 @@ _CARRIED = (
         "it draws from a stream of each rank, which no micro-batch tells; use it to measure only",
     ),
 )
+# Without stages no message of one to the next has a shape.
+_OF_STAGES = ("variable_seq_lengths",)
 
 
 def settings() -> tuple[Setting, ...]:
     """Return the table."""
     return tuple(
-        Setting(of=of, name=name, carried=carried, says=says, since=since[0] if since else "0.16")
+        Setting(
+            of=of,
+            name=name,
+            carried=carried,
+            says=says,
+            since=since[0] if since else "0.16",
+            where=has_stages if name in _OF_STAGES else None,
+        )
         for of, name, carried, says, *since in _CARRIED
     )
+
+
+def has_stages(values: Values) -> bool:
+    """Return whether a pipeline has more than one stage."""
+    return bool(values.get("pipeline_model_parallel_size", 1) != 1)

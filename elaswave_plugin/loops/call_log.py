@@ -260,6 +260,8 @@ class CallLog:
         if self._inside:
             return work()
         results: list[Result] = []
+        state, life = self._steps.state, self._life
+        before = state.keep()
 
         @_in_own_mode
         def once() -> None:
@@ -267,6 +269,8 @@ class CallLog:
                 self.worker.relief.step(self._attempt_step)
             if self._parts.get(self._passed):
                 self.worker.relief.step(partial(self._make_parts, self._passed))
+            if self._life != life:
+                state.put_back(before)
             results.append(work())
 
         self._guard(once)

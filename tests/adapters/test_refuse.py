@@ -161,7 +161,14 @@ def test_a_setting_of_the_model_is_refused(owner: str, name: str, value: Any) ->
     model = made_model()
     assert hasattr(getattr(model, owner), name), f"Megatron-Core has no setting {name}"
     setattr(getattr(model, owner), name, value)
+    model.config.pipeline_model_parallel_size = 3
     check_refused(model, made_optimizer(), f"{name} is {value}")
+
+
+def test_sequences_of_several_lengths_are_carried_where_no_stage_tells_another() -> None:
+    model = made_model()
+    model.config.variable_seq_lengths = True
+    assert is_carried([model], made_optimizer())
 
 
 @pytest.mark.parametrize(("owner", "name", "value"), LATER_SETTINGS)

@@ -109,6 +109,11 @@ class ScriptStart:
                 )
                 for name in ("world_size", "rank")
             ),
+            record(
+                "megatron.core.parallel_state:destroy_model_parallel",
+                self._kept,
+                "a script may meet the others behind it, where a loss takes all back into a step",
+            ),
             *(
                 record(
                     f"elaswave_plugin.communicator.groups.group_core:GroupCore.{name}",
@@ -138,6 +143,14 @@ class ScriptStart:
             return self._loop.call(native, forward_only=forward_only, **kwargs)
 
         return forward_backward
+
+    def _kept(self, native: Callable[[], None]) -> Callable[[], None]:
+        @wraps(native)
+        def destroy_model_parallel() -> None:
+            if self._loop is None:
+                native()
+
+        return destroy_model_parallel
 
     def _place_in(self, members: Sequence[int]) -> int:
         return members.index(self._worker.slot)

@@ -156,7 +156,7 @@ def _setting_problems(whose: str, owner: Any) -> Iterator[str]:
     for setting in settings():
         name = setting.name
         if setting.of == whose and (setting.since == "0.16" or hasattr(owner, name)):
-            reply = setting.reply({name: getattr(owner, name)}, name)
+            reply = setting.reply(vars(owner), name)
             if reply is not None:
                 yield reply.sentence
 
