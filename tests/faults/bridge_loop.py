@@ -30,6 +30,7 @@ from megatron.core.rerun_state_machine import (
     RerunMode,
     get_rerun_state_machine,
 )
+from megatron.core.timers import Timers
 
 
 """
@@ -158,7 +159,9 @@ LOOP = """\
         _, ends, _ = machine.should_checkpoint_and_exit()
         if ends:
             raise SystemExit(1)
+        timers("optimizer", log_level=1).start()
         succeeded, norm, _ = optimizer.step()
+        timers("optimizer").stop()
         succeeded = of_all_parts(succeeded, torch.distributed.ReduceOp.MIN, groups.mp)
         norm = of_all_parts(norm, torch.distributed.ReduceOp.MAX, groups.mp)
         if succeeded:
@@ -223,6 +226,8 @@ LOOP = """\
             tracker.write_text(str(state.step))
 
     config = model[0].config
+    config.timers = timers = Timers(log_level=2, log_option="minmax")
+    timers("interval-time", log_level=0).start(barrier=True)
     train_iterator, valid_iterator = iterator_over(train), iterator_over(valid, again=True)
     for chunk in model:
         chunk.train()
@@ -248,6 +253,7 @@ LOOP = """\
         state.step += 1
         state.consumed += width * args.micro_batch_size * get_num_microbatches()
         print_rank_0(f"step {state.step} | {losses} | norm {norm} | {optimizer.get_loss_scale()}")
+        assert timers("interval-time").elapsed(barrier=True) > 0
         if args.eval_interval and state.step % args.eval_interval == 0:
             set_hooks(False)
             torch.distributed.barrier()

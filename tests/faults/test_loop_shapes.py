@@ -25,9 +25,7 @@ from tests.sample import sampled
 BRIDGE = JobSpec(nproc=4, script=bridge_loop.__file__, options=("--eval-interval=1", SEED))
 SHAPES = {"bridge": BRIDGE, "swift": replace(BRIDGE, script=swift_loop.__file__)}
 PHASES = (*STEP_PHASES, "evaluation")
-CASES = [
-    (shape, sizes, phase) for sizes in ((), TP2, PP2) for shape in SHAPES for phase in PHASES
-]
+CASES = [(shape, sizes, phase) for sizes in ((), TP2, PP2) for shape in SHAPES for phase in PHASES]
 
 
 def spec_of(shape: str, sizes: tuple[str, ...], *kills: str) -> JobSpec:
@@ -131,7 +129,9 @@ def test_their_checkpoints_are_those_without_a_loss(
         assert differences(first, second) == []
 
 
-_REPORTS = '        return loss[0].clone(), loss[1].detach().clone().to(torch.int), {"loss": report}\n'
+_REPORTS = (
+    '        return loss[0].clone(), loss[1].detach().clone().to(torch.int), {"loss": report}\n'
+)
 _SUMS = "        torch.distributed.all_reduce(\n            report, group=mpu.get_data_"
 BAD: dict[str, tuple[Change, str]] = {
     "a sum that the loss function reads": (
@@ -174,13 +174,15 @@ UPSTREAM = (
 _CALLS = {
     **{name: name for name in ("should_run_forward_backward", "zero_grad_buffer", "zero_grad")},
     **{name: name for name in ("get_forward_backward_func", "should_checkpoint_and_exit", "step")},
-    **{name: "forward_backward" for name in ("forward_backward_func", "forward_backward", "run")},
+    **dict.fromkeys(("forward_backward_func", "forward_backward", "run"), "forward_backward"),
     "logical_and_across_model_parallel_group": "of_all_parts",
     "reduce_max_stat_across_model_parallel_group": "of_all_parts",
     **{"of_all_parts": "of_all_parts", "all_reduce": "all_reduce", "reduced": "all_reduce"},
 }
 # What upstream's functions do where its configuration says so, and recipes do not.
-_ELSEWHERE = re.compile("log_num_zeros|use_decentralized|non_loss_data|is_multimodule|exit_duration|cuda_graph")
+_ELSEWHERE = re.compile(
+    "log_num_zeros|use_decentralized|non_loss_data|is_multimodule|exit_duration|cuda_graph"
+)
 
 
 def calls_of(text: str, function: str) -> list[tuple[str, frozenset[str]]]:
@@ -203,7 +205,7 @@ def _in_order(nodes: list[ast.stmt]) -> Iterator[ast.Call]:
         if isinstance(node, ast.If) and _ELSEWHERE.search(ast.unparse(node.test)):
             yield from _in_order(node.orelse)
             continue
-        for name, value in ast.iter_fields(node):
+        for _, value in ast.iter_fields(node):
             inside = value if isinstance(value, list) else [value]
             yield from _in_order([one for one in inside if isinstance(one, ast.AST)])
         if isinstance(node, ast.Call):

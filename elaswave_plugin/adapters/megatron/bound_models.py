@@ -135,6 +135,11 @@ class BoundModels:
         """Megatron-Core's own alignment of bucket shards."""
         return ALIGNMENT
 
+    def note_timers(self) -> None:
+        """A call of the script's loop begins: what runs now is not begun again in its redo."""
+        for model in self.models:
+            model.note_timers()
+
     def pause(self) -> None:
         """Drop the interrupted step."""
         for model in self.models:

@@ -92,6 +92,7 @@ class MegatronFramework:
         self._distributed = distributed_optimizer
         self._scheduler = scheduler
         self._applied_steps = 0
+        self._timers_of_script: set[Any] = set()
         self._placed = True
         self.frozen_names = frozenset(frozen.frozen_names(self.chunks))
         """Weights that are not trained, also of other stages where the job tells."""
@@ -305,9 +306,16 @@ class MegatronFramework:
         self.reduction.drop()
         for chunk in self.chunks:
             buffers.drop_step(chunk)
+        for timer in self._timers():
+            timer._started = timer._started and timer in self._timers_of_script
+
+    def note_timers(self) -> None:
+        """A call of the script's loop begins: what runs now is not begun again in its redo."""
+        self._timers_of_script = {timer for timer in self._timers() if timer._started}
+
+    def _timers(self) -> Iterator[Any]:
         for config in (self.chunks[0].config, self._distributed.config):
-            for timer in getattr(config.timers, "_timers", {}).values():
-                timer._started = False
+            yield from getattr(config.timers, "_timers", {}).values()
 
     @contextmanager
     def passes_repeated(self) -> Iterator[None]:

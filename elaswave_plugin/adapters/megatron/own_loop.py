@@ -183,6 +183,7 @@ class OwnLoop(ElasticJob):
     @ends_in_a_sentence
     def call(self, native: Callable[..., Any], *, forward_only: bool, **given: Any) -> Any:
         """``forward_backward``: completed through any number of losses."""
+        self._framework.note_timers()
         count = given["num_microbatches"]
         given = without_known(given)
         iterator = given.pop("data_iterator")
@@ -408,6 +409,7 @@ class OwnLoop(ElasticJob):
                 " function of yours as config.finalize_model_grads_func, or by"
                 " model.scale_gradients(factor)"
             )
+        self._framework.note_timers()
         results: list[Any] = []
         put_back, life = self._keep(), self._worker.view.epoch
 

@@ -17,8 +17,8 @@ from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.unbound import Unbound
-from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.command_line import add_arguments, from_namespace
+from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
