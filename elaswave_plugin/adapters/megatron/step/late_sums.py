@@ -154,7 +154,7 @@ class LateSums:
         """Return of which of the micro-batch's sums a tensor is a part, and where that begins."""
         first = len(self._given[self._number]) - len(self._made)
         for which, whole in enumerate(map(_plain, self._made), first):
-            offset = plain.storage_offset() - whole.storage_offset()
+            offset = int(plain.storage_offset() - whole.storage_offset())
             is_same = plain.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
             if is_same and 0 <= offset < whole.numel():
                 return which, offset
