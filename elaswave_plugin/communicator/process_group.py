@@ -46,7 +46,7 @@ class GroupTable:
         # Called before WORLD ends, as where the script destroys it.
         self.before_the_end: Callable[[], None] = lambda: None
         self._world_ranks: tuple[int, ...] = ()
-        self._first_ranks = self._world_ranks
+        self._first_ranks: tuple[int, ...] = ()
         self._of_all: set[str] = set()
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._launched: dict[str, tuple[int, ...]] = {}
