@@ -93,6 +93,9 @@ class MegatronFramework:
         self._scheduler = scheduler
         self._applied_steps = 0
         self._timers_of_script: set[Any] = set()
+        for config in (*(chunk.config for chunk in self.chunks), distributed_optimizer.config):
+            # After a loss workers run other passes, and one without a place none.
+            config.barrier_with_L1_time = False
         self._placed = True
         self.frozen_names = frozenset(frozen.frozen_names(self.chunks))
         """Weights that are not trained, also of other stages where the job tells."""
