@@ -16,10 +16,10 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import circumstances
 from elaswave_plugin.adapters.answers import Setting
 from elaswave_plugin.adapters.megatron_settings import settings
 
@@ -157,7 +157,7 @@ def main() -> None:
         first = (row["package"], row["commit"][:8], row["recipes"], row["attach"], why)
         print(f"| {' | '.join(map(str, first))} |")
     if args.json:
-        text = json.dumps({"date": date.today().isoformat(), "packages": rows}, indent=2)
+        text = json.dumps({**circumstances("benchmarks.recipes"), "packages": rows}, indent=1)
         args.json.write_text(text + "\n")
 
 
