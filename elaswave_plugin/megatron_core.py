@@ -94,11 +94,12 @@ class _Start:
         @functools.wraps(native)
         def get_world_size(group: Any = None) -> int:
             loop = None if group is not None or self._made is None else self._made.loop
-            then = None if loop is None else loop.world_size_behind
-            if then is None:
-                return int(native(group))
             asker = sys._getframe(1).f_globals.get("__name__", "")
-            return int(native(group) if asker.startswith(_FRAMEWORKS) else then)
+            if loop is None or asker.startswith(_FRAMEWORKS):
+                return int(native(group))
+            loop.shares.ask_width()
+            then = loop.world_size_behind
+            return int(native(group)) if then is None else int(then)
 
         return get_world_size
 

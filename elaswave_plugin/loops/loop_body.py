@@ -22,10 +22,20 @@ _GATHER = "allgather"
 class LoopBody:
     """The body of a script's loop: whether the script is in it, and what collectives do there."""
 
-    def __init__(self, loop: CallLog, record: CallRecord | None = None) -> None:
-        """``record``: what these calls return is noted there, for those who come later."""
+    def __init__(
+        self,
+        loop: CallLog,
+        record: CallRecord | None = None,
+        *,
+        scale: Callable[[Sequence[int]], float] = lambda members: 1.0,
+    ) -> None:
+        """``record``: what these calls return is noted there, for those who come later.
+
+        ``scale(members)``: what makes a mean over a group's members that of the launch.
+        """
         self._loop = loop
         self._record = record
+        self._scale = scale
         self._worker = loop.worker
 
     def begin(self) -> None:
@@ -70,7 +80,7 @@ class LoopBody:
                 tensor.detach().copy_(value)
             started = start()
             started.wait()
-            return started
+            return self._scaled(group, call, args, started)
 
         with self.closed():
             completed: Any = self._loop.run(work, phase=call)
@@ -90,9 +100,18 @@ class LoopBody:
         if outputs is not None and len(outputs) == len(slots) > len(group.members):
             args = ([outputs[slots.index(slot)] for slot in group.members], *args[1:])
         with self.closed():
-            started = start(*args)
+            started = self._scaled(group, call, args, start(*args))
         self._note(call, started, outputs)
         return started
+
+    def _scaled(self, group: Any, call: str, args: Sequence[Any], work: Any) -> Any:
+        """Make a mean over fewer workers than at the launch that of these."""
+        is_mean = call == "allreduce" and group.reduction(*args[1:2]) == "AVG"
+        if is_mean and (scale := self._scale(group.members)) != 1.0:
+            work.wait()
+            for tensor in _tensors(args):
+                tensor.detach().mul_(scale)
+        return work
 
     @property
     def _is_behind(self) -> bool:

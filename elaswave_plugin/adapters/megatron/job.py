@@ -68,7 +68,6 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.call_log import Attempt, CallLog
-from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.script_end import leave_at_exit
@@ -88,9 +87,6 @@ class ElasticJob:
         "show report.loss and what job.evaluate returns, and count args.global_batch_size samples a"
         " step (docs/megatron_core.md)"
     )
-
-    # Of the calls of a script that counts its steps itself.
-    _calls: CallRecord | None = None
     # Why micro-batches stay whole, if so.
     _why_whole: str | None = None
 
@@ -240,14 +236,13 @@ class ElasticJob:
             counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = self._call_log(steps)
-        self._body = LoopBody(self._loop, self._calls)
+        self._loop, self._body = self._made_loop(steps)
         guard_gathers(chunks, self._loop, run=self._gather, sealed=self._state.sealed)
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,
             advice=self._advice,
-            concerns=lambda: not self._turns.is_working,
+            concerns=self._is_concerned,
         )
         self._unbound = Unbound(
             self._framework.updates,
@@ -263,8 +258,13 @@ class ElasticJob:
         with self._body.closed():
             self._loop.run(gather)
 
-    def _call_log(self, steps: GuardedSteps) -> CallLog:
-        return CallLog(steps)
+    def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
+        loop = CallLog(steps)
+        return loop, LoopBody(loop)
+
+    def _is_concerned(self) -> bool:
+        """Return whether numbers of the script's own may be wrong now."""
+        return not self._turns.is_working
 
     def _why_buffers_stay(self) -> str | None:
         """Why forward passes may not change the model's buffers; None where they may."""

@@ -24,6 +24,7 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Result
 from elaswave_plugin.adapters.megatron.input_seal import InputSeal, SealedCall, drawn
 from elaswave_plugin.adapters.megatron.job import ElasticJob
+from elaswave_plugin.adapters.megatron.lost_shares import LostShares
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
@@ -44,11 +45,11 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.record_told import RecordTold
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
-from elaswave_plugin.values.gathered import gathered
 
 FIRST_SHOWN = 1
 """The replica that the first one is told to be while its script is behind the others.
@@ -104,6 +105,8 @@ class OwnLoop(ElasticJob):
             follow_draws=lambda told: self._settle(*told[0]),
         )
         self._streams = Streams()
+        self.shares = LostShares(worker)
+        """Of lost replicas, in what is reported here."""
         self._seal: InputSeal | None = None
         self._reports: list[Any] = []
         self._states = StatesToSave()
@@ -130,9 +133,13 @@ class OwnLoop(ElasticJob):
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
 
-    def _call_log(self, steps: GuardedSteps) -> CallLog:
+    def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
-        return CallLog(steps, knowledge=told, passes=True)
+        loop = CallLog(steps, knowledge=told, passes=True)
+        return loop, LoopBody(loop, self._calls, scale=self.shares.scale)
+
+    def _is_concerned(self) -> bool:
+        return not self.shares.are_reported
 
     @property
     def is_behind(self) -> bool:
@@ -368,11 +375,13 @@ class OwnLoop(ElasticJob):
             return reports
         of = partial(replica_microbatches, num_replicas=width, num_microbatches=count * width)
         told = dict(zip(numbers, reports, strict=True))
-        if not self._run_their_own(of, count * width):
-            told = {number: one for mine in gathered([*told.items()]) for number, one in mine}
+        if not self.shares.are_missing and self._run_their_own(of, count * width):
+            own = [told[number] for number in of(self.replica)]
+        else:
+            own = self.shares.reported(told, replica=self.replica, of=of)
         # At the launch, stages before the last one have none.
         is_last = self._place[1] == self._sizes.model_parallel[1] - 1
-        return [told[number] for number in of(self.replica)] if is_last else []
+        return own if is_last else []
 
     def _run_their_own(self, of: Callable[[int], Sequence[int]], count: int) -> bool:
         """Return whether each worker runs its own micro-batches of a batch, beside others."""
