@@ -118,6 +118,25 @@ class _Start:
 
         return all_gather_object
 
+    def told_then(self, native: Any) -> Any:
+        """``broadcast_object_list``, by which the worker that is told to be another one is told."""
+        c10d = import_module("torch.distributed.distributed_c10d")
+
+        @functools.wraps(native)
+        def broadcast_object_list(
+            object_list: Any,
+            src: Any = None,
+            group: Any = None,
+            device: Any = None,
+            group_src: Any = None,
+        ) -> None:
+            if self.is_behind():
+                # The source itself would keep what it has.
+                src, group_src = None, (c10d.get_rank(group) + 1) % c10d.get_world_size(group)
+            native(object_list, src, group, device, group_src)
+
+        return broadcast_object_list
+
 
 def install() -> None:
     """Look at each world that a script makes, and at the options that its parser does not know."""
@@ -132,6 +151,8 @@ def install() -> None:
     parser.parse_known_args = _without_ours(parser.parse_known_args)  # type: ignore[method-assign]
     distributed["get_rank"] = start.not_first(distributed["get_rank"])
     distributed["get_world_size"] = start.as_then(distributed["get_world_size"])
+    told = start.told_then(distributed["broadcast_object_list"])
+    distributed["broadcast_object_list"] = told
     distributed["all_gather_object"] = start.gathered_then(distributed["all_gather_object"])
 
 

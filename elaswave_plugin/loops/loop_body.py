@@ -93,7 +93,7 @@ class LoopBody:
         An all-gather into as many tensors as there were workers at the launch leaves those of lost
         ones as they are. Returns its Work.
         """
-        outputs = _gathered_into(args) if call == _GATHER and self._record is not None else None
+        outputs = gathered_into(args) if call == _GATHER and self._record is not None else None
         if self._is_behind:
             return self._passed_over(group, call, args, start, outputs)
         slots = self._worker.launch_slots
@@ -164,6 +164,7 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     return [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
 
 
-def _gathered_into(args: Sequence[Any]) -> list[torch.Tensor]:
+def gathered_into(args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of an all-gather that it writes to."""
     outputs = args[0]
     return [*outputs] if isinstance(outputs[0], torch.Tensor) else [*outputs[0]]

@@ -16,9 +16,11 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.script_lines import bare_collective
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.loops.calls_before import CallsBefore
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.words import FLAG, check_options
@@ -63,6 +65,7 @@ class ScriptStart:
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
         self._loop: OwnLoop | None = None
+        self._before = CallsBefore(self._worker, is_own=lambda: bare_collective() is not None)
         self._unbound = Unbound(
             lambda optimizer: _is_before_a_load(),
             advice="have each step call what get_forward_backward_func() returns, asked for behind"
@@ -113,6 +116,7 @@ class ScriptStart:
                 return native(forward_only=True, **kwargs)
             if self._loop is None:
                 self._unbound.stop()
+                self._before.end()
                 self._loop = OwnLoop(
                     self._config,
                     worker=self._worker,

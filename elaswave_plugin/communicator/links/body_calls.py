@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 MADE_AGAIN = ("allreduce", "broadcast", "barrier")
 
@@ -16,7 +16,7 @@ class Body(Protocol):
     def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Make a call that no loss may meet, as ``start(*args)``; returns its Work."""
 
-    def interrupted(self, call: str) -> NoReturn:
+    def interrupted(self, call: str) -> None:
         """A loss has met a call that cannot be made again."""
 
 
