@@ -83,16 +83,22 @@ class CallLog:
     """The calls of one worker's script."""
 
     def __init__(
-        self, steps: GuardedSteps, *, knowledge: Knowledge | None = None, passes: bool = False
+        self,
+        steps: GuardedSteps,
+        *,
+        knowledge: Knowledge | None = None,
+        passes: bool = False,
+        recovered: Callable[[], object] = lambda: None,
     ) -> None:
         """``knowledge``: what is told to a worker that comes later; without it, nothing is.
 
         ``passes``: its script counts its steps by itself, and so passes over those that the others
         have behind them, one by one. Otherwise it begins with the step that comes next.
+        ``recovered()`` is called on all workers behind each recovery, and may communicate.
         """
         self.worker = steps.worker
         self._steps = steps
-        self._passes = passes
+        self._passes, self._recovered = passes, recovered
         # Steps that the script has behind it, and those that the others had when it came.
         self._passed = self._reached = self.worker.completed
         self.is_lagging = self.worker.detached
@@ -354,6 +360,7 @@ class CallLog:
         self._steps.recover()
         if self._handshake is not None:
             guarded(self._handshake.exchange, self._steps.recover)
+        guarded(self._recovered, self._steps.recover)
         self.worker.links.detached = self.is_lagging
 
     def _follow(self, knowledge: Knowledge, told: Sequence[Any]) -> None:

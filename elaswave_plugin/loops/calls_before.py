@@ -17,12 +17,12 @@ from elaswave_plugin.values.plain import decode, encode
 # Of which all workers have the same.
 _ALIKE = ("allreduce", "broadcast", "allgather")
 _WHAT = "what collectives before the training returned"
-# What all of them return beyond so many bytes is not kept: each agent of the job has it.
+# Bytes of all results that are kept: each agent of the job has them.
 _LARGEST = 1 << 18
 
 
 class CallsBefore:
-    """What the script's own collectives over all workers return, until it trains."""
+    """The results of the script's own collectives over all workers, until it trains."""
 
     def __init__(self, worker: Worker, *, is_own: Callable[[], bool]) -> None:
         """``is_own()``: whether the script has led here by itself, and no framework."""
@@ -73,7 +73,7 @@ class CallsBefore:
         self._kept.append((call, copies))
 
     def _fill(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
-        """What differs from the others' calls is as the worker alone has it."""
+        """Have a call return what the others' did; another call is as the worker alone has it."""
         known, kept = self._kept.popleft() if self._kept else ("", None)
         if kept is None or known != call or _shapes(kept) != _shapes(tensors):
             return

@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.megatron.contract import Result
 from elaswave_plugin.adapters.megatron.input_seal import InputSeal, SealedCall, drawn
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.lost_shares import LostShares
+from elaswave_plugin.adapters.megatron.script_run import ScriptRun
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
@@ -135,7 +136,8 @@ class OwnLoop(ElasticJob):
 
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
-        loop = CallLog(steps, knowledge=told, passes=True)
+        run = ScriptRun(self._worker)
+        loop = CallLog(steps, knowledge=told, passes=True, recovered=run.follow)
         return loop, LoopBody(loop, self._calls, scale=self.shares.scale)
 
     def _is_concerned(self) -> bool:

@@ -14,6 +14,7 @@ from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
+from elaswave_plugin.adapters.megatron.script_run import lose_little
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.script_lines import bare_collective
@@ -49,6 +50,7 @@ class ScriptStart:
         config = from_namespace(parser.parse_known_args([FLAG, *sys.argv[1:]])[0])
         assert config is not None
         self._config = config
+        lose_little()
         self._saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=self._saves)
         on_cpu = [] if torch.cuda.is_available() else cpu_patches().records
