@@ -23,7 +23,8 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(VENV)/bin/elaswave demo $(ARGS)
 
 # Two at a time, file by file; faults have both cores to themselves.
-PYTEST_TWICE := $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+# In the order of the collection: otherwise files with few tests, which may be long ones, come last.
+PYTEST_TWICE := $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # Which tests are in which tier: tests/tiers.py.
 check: $(STAMP)

@@ -77,13 +77,20 @@ class _Start:
         return get_rank
 
     def once(self, native: Any) -> Any:
-        """``torch.save``, which writes nothing for the steps behind, whose state is not here."""
+        """``torch.save``, which writes nothing where the state is not here.
+
+        So it is for the steps behind, and in a worker without a part of the model.
+        """
 
         @functools.wraps(native)
         def save(*args: Any, **kwargs: Any) -> Any:
             asker = sys._getframe(1).f_globals.get("__name__", "")
-            if self.is_behind() and not asker.startswith(_FRAMEWORKS):
+            if asker.startswith(_FRAMEWORKS) or self._made is None:
+                return native(*args, **kwargs)
+            if self.is_behind():
                 return None
+            if self._made.loop is not None and not self._made.loop.has_place:
+                return self._made.loop.leave_out("torch.save")
             return native(*args, **kwargs)
 
         return save
@@ -94,11 +101,12 @@ class _Start:
         @functools.wraps(native)
         def get_world_size(group: Any = None) -> int:
             loop = None if group is not None or self._made is None else self._made.loop
-            then = None if loop is None else loop.world_size_behind
-            if then is None:
-                return int(native(group))
             asker = sys._getframe(1).f_globals.get("__name__", "")
-            return int(native(group) if asker.startswith(_FRAMEWORKS) else then)
+            if loop is None or asker.startswith(_FRAMEWORKS):
+                return int(native(group))
+            loop.shares.ask_width()
+            then = loop.world_size_behind
+            return int(native(group)) if then is None else int(then)
 
         return get_world_size
 
@@ -117,6 +125,25 @@ class _Start:
 
         return all_gather_object
 
+    def told_then(self, native: Any) -> Any:
+        """``broadcast_object_list``, by which the worker that is told to be another one is told."""
+        c10d = import_module("torch.distributed.distributed_c10d")
+
+        @functools.wraps(native)
+        def broadcast_object_list(
+            object_list: Any,
+            src: Any = None,
+            group: Any = None,
+            device: Any = None,
+            group_src: Any = None,
+        ) -> None:
+            if self.is_behind():
+                # The source itself would keep what it has.
+                src, group_src = None, (c10d.get_rank(group) + 1) % c10d.get_world_size(group)
+            native(object_list, src, group, device, group_src)
+
+        return broadcast_object_list
+
 
 def install() -> None:
     """Look at each world that a script makes, and at the options that its parser does not know."""
@@ -131,6 +158,8 @@ def install() -> None:
     parser.parse_known_args = _without_ours(parser.parse_known_args)  # type: ignore[method-assign]
     distributed["get_rank"] = start.not_first(distributed["get_rank"])
     distributed["get_world_size"] = start.as_then(distributed["get_world_size"])
+    told = start.told_then(distributed["broadcast_object_list"])
+    distributed["broadcast_object_list"] = told
     distributed["all_gather_object"] = start.gathered_then(distributed["all_gather_object"])
 
 

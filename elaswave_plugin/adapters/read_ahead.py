@@ -116,6 +116,10 @@ class ReadAhead:
             self._kept[key] = request, self._taken(key, request)
         return copy.deepcopy(self._kept[key][1])
 
+    def close(self) -> None:
+        """End its processes."""
+        self._arriving, self._loader = iter(()), None
+
     def _taken(self, key: Key, request: Any) -> Any:
         if self._expected and self._expected[0] == (key, request):
             self._expected.popleft()

@@ -19,7 +19,9 @@ class JobConstants(TypedDict, total=False):
     other bits, and the job goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's
     training loader; ``stream``: where the workers lately were in an iterable one, as `Told` of
     adapters/deepspeed/accelerate/stream.py has it; ``trackers``: the runs of a Trainer's trackers,
-    as adapters/deepspeed/hf_trainer/trackers.py names them.
+    as adapters/deepspeed/hf_trainer/trackers.py names them, or that of a script's own loop;
+    ``called``: what the script's own collectives gave before it trained, as loops/calls_before.py
+    writes it.
     """
 
     started_s: float
@@ -36,3 +38,4 @@ class JobConstants(TypedDict, total=False):
     sampler: str
     stream: tuple[int, int, int, str]
     trackers: dict[str, Any]
+    called: str

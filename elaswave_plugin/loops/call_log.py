@@ -83,7 +83,11 @@ class CallLog:
     """The calls of one worker's script."""
 
     def __init__(
-        self, steps: GuardedSteps, *, knowledge: Knowledge | None = None, passes: bool = False
+        self,
+        steps: GuardedSteps,
+        *,
+        knowledge: Knowledge | None = None,
+        passes: bool = False,
     ) -> None:
         """``knowledge``: what is told to a worker that comes later; without it, nothing is.
 
@@ -105,8 +109,8 @@ class CallLog:
         self._life = 0
         self._begun = (-1, -1)
         self._report: StepReport | None = None
-        self.after_recovery: Callable[[], object] = lambda: None
-        """Called on every worker once a recovery is over; it may communicate, and start again."""
+        self.after_recovery: list[Callable[[], object]] = []
+        """Called on every worker behind each recovery; these may communicate, and begin again."""
         self._handshake: Handshake | None = None
         if knowledge is not None:
             self._handshake = Handshake(
@@ -381,7 +385,8 @@ class CallLog:
     def _meet(self) -> None:
         if self._handshake is not None:
             self._handshake.exchange()
-        self.after_recovery()
+        for call in self.after_recovery:
+            call()
 
     def _follow(self, knowledge: Knowledge, told: Sequence[Any]) -> None:
         reached = max(one[0] for one in told if one is not None)

@@ -25,16 +25,27 @@ _GATHER = "allgather"
 class LoopBody:
     """The body of a script's loop: whether the script is in it, and what collectives do there."""
 
-    def __init__(self, loop: CallLog, record: CallRecord | None = None) -> None:
-        """``record``: what these calls return is noted there, for those who come later."""
+    def __init__(
+        self,
+        loop: CallLog,
+        record: CallRecord | None = None,
+        *,
+        scale: Callable[[Sequence[int]], float] = lambda members: 1.0,
+    ) -> None:
+        """``record``: what these calls return is noted there, for those who come later.
+
+        ``scale(members)``: what makes a mean over a group's members that of the launch.
+        """
         self._loop = loop
         self._record = record
+        self._scale = scale
         self._worker = loop.worker
         # By group of some workers: how many calls were completed, and what the last one returned;
         # here, and of any member after a recovery.
         self._completed: dict[str, tuple[int, Any]] = {}
         self._told: dict[str, tuple[int, Any]] = {}
-        loop.after_recovery = self._tell
+        if record is not None:
+            loop.after_recovery.append(self._tell)
 
     def begin(self) -> None:
         """Begin the body, which lasts until the script ends."""
@@ -64,11 +75,13 @@ class LoopBody:
         ``start(group)`` begins it with ``args``, whose tensors it changes. Ends the job where it
         cannot be made again.
         """
-        groups, is_broadcast = self._worker.groups, call == "broadcast"
-        of_some = not groups.is_of_all(group)
-        if self._is_behind or (of_some and is_broadcast):
+        is_broadcast = call == "broadcast"
+        of_some = not self._worker.groups.is_of_all(group)
+        # A later worker knows how many calls there were by the record alone.
+        is_made_again = not of_some or not (is_broadcast or self._record is None)
+        if self._is_behind or not is_made_again:
             completed = self.note(group, call, args, lambda *given: start(group))
-            if of_some and not is_broadcast:
+            if of_some and is_made_again:
                 self._complete(group, completed)
             return completed
         tensors = _tensors(args)
@@ -81,9 +94,14 @@ class LoopBody:
                 self.interrupted(call)
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.detach().copy_(value)
-            started = start(self._among(group, call, tensors) if of_some else group)
-            started.wait()
-            return started
+            left = self._left(group, call) if of_some else None
+            if left is not None:
+                for tensor, value in zip(tensors, left, strict=True):
+                    tensor.detach().copy_(value)
+                return _waited(start(self._worker.groups.alone(group)))
+            view = self._worker.view.epoch
+            among = self._worker.groups.as_made(group, view=view) if of_some else group
+            return self._scaled(among, call, args, _waited(start(among)))
 
         with self.closed():
             if of_some:
@@ -96,17 +114,15 @@ class LoopBody:
 
     # Of some workers, others of whom are elsewhere: a group is that of those that it was made of.
 
-    def _among(self, group: Any, call: str, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the group to make a call in; alone, where a member has that call behind it."""
-        made, groups = self._made(group), self._worker.groups
+    def _left(self, group: Any, call: str) -> Sequence[torch.Tensor] | None:
+        """Return what a call gave to a member that has left it; None where nobody has."""
         known, results = self._told.get(group.group_name, (0, None))
-        if known <= made:
-            return groups.as_made(group, view=self._worker.view.epoch)
+        if known <= self._made(group):
+            return None
         if results is None:
             self.interrupted(call)
-        for tensor, value in zip(tensors, results, strict=True):
-            tensor.detach().copy_(value)
-        return groups.alone(group)
+        left: Sequence[torch.Tensor] = results
+        return left
 
     def _made(self, group: Any) -> int:
         return self._completed.get(group.group_name, (0, None))[0]
@@ -130,16 +146,25 @@ class LoopBody:
         An all-gather into as many tensors as there were workers at the launch leaves those of lost
         ones as they are. Returns its Work.
         """
-        outputs = _gathered_into(args) if call == _GATHER and self._record is not None else None
+        outputs = gathered_into(args) if call == _GATHER and self._record is not None else None
         if self._is_behind:
             return self._passed_over(group, call, args, start, outputs)
         slots = self._worker.launch_slots
         if outputs is not None and len(outputs) == len(slots) > len(group.members):
             args = ([outputs[slots.index(slot)] for slot in group.members], *args[1:])
         with self.closed():
-            started = start(*args)
+            started = self._scaled(group, call, args, start(*args))
         self._note(call, started, outputs)
         return started
+
+    def _scaled(self, group: Any, call: str, args: Sequence[Any], work: Any) -> Any:
+        """Make a mean over fewer workers than at the launch that of these."""
+        is_mean = call == "allreduce" and group.reduction(*args[1:2]) == "AVG"
+        if is_mean and (scale := self._scale(group.members)) != 1.0:
+            work.wait()
+            for tensor in _tensors(args):
+                tensor.detach().mul_(scale)
+        return work
 
     @property
     def _is_behind(self) -> bool:
@@ -186,12 +211,18 @@ class LoopBody:
         )
 
 
+def _waited(work: Any) -> Any:
+    work.wait()
+    return work
+
+
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     if not args or not isinstance(args[0], torch.Tensor | list | tuple):
         return []
     return [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
 
 
-def _gathered_into(args: Sequence[Any]) -> list[torch.Tensor]:
+def gathered_into(args: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors of an all-gather that it writes to."""
     outputs = args[0]
     return [*outputs] if isinstance(outputs[0], torch.Tensor) else [*outputs[0]]

@@ -1,6 +1,7 @@
 """Iterators of a script, made again for each replica: it has the batches that it reads natively."""
 
 import itertools
+import multiprocessing
 import pickle
 import random
 from argparse import Namespace
@@ -196,6 +197,8 @@ def test_each_replica_has_what_it_reads_natively(name: str) -> None:
     for replica in (0, 2):
         for first in (6, 8, 0):
             assert read(stream, replica, first=first, count=2) == wanted[replica][first : first + 2]
+    stream.close()
+    assert not multiprocessing.active_children()
 
 
 def test_a_stream_has_an_end_and_one_batch_for_each_pass() -> None:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,11 @@ def test_attach_puts_back_what_makes_the_world(monkeypatch: pytest.MonkeyPatch) 
 class _Loop:
     """A loop whose script is behind the others at a call in a world of three."""
 
-    world_size_behind = 3
+    world_size_behind, has_place = 3, True
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.shares = SimpleNamespace(ask_width=lambda: self.asked.append("width"))
 
     def gathered_behind(self) -> list[tuple[torch.Tensor, int]]:
         pair = distributed_c10d._object_to_tensor({"a": 1}, torch.device("cpu"), None)

@@ -155,8 +155,15 @@ def test_lines_that_stand_between_the_calls(
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1, 3", moment="2:backward, 4:data")
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(
+    ("made", "num_workers"),
+    [
+        *((one, 0) for one in MADE),
+        ("a generator that moves its batches", 2),
+        pytest.param("a generator", 2, marks=pytest.mark.slow),
+        pytest.param("itertools.cycle", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_iterators_that_go_on_over_a_loader(
     run: Launch, reference: Reference, tmp_path: Path, made: str, num_workers: int
 ) -> None:

@@ -27,6 +27,7 @@ from tests.faults.test_own_loop import (
     validation_of,
 )
 from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
 
 
 def coming_back(slot: int, *, phase: str = "backward", at: int = 4) -> JobSpec:
@@ -105,6 +106,38 @@ def test_lines_that_stand_between_the_calls(
             assert survived.output.count(f"gathered {step} ") in (4, 5)
 
 
+_STREAMS = "    train_batches, valid_loader ="
+# A name that the first worker makes up, a sum and a list, before the script trains.
+_BEFORE = """\
+    name = [os.urandom(4).hex()] if torch.distributed.get_rank() == 0 else [None]
+    torch.distributed.broadcast_object_list(name, src=0)
+    pids = torch.tensor([float(os.getpid())])
+    torch.distributed.all_reduce(pids)
+    names = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(names, {"pid": os.getpid()})
+    known = f"{name[0]} {int(pids)} {sum(one['pid'] for one in names)}"
+"""
+_KNOWN = '        print(f"known {iteration} {known}\\n", end="")\n'
+
+
+@proves(Kind.RETURN, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize("slot", sampled([0, 2]))
+def test_it_is_told_what_all_had_before_they_trained(
+    run: Launch, reference: Reference, tmp_path: Path, slot: int
+) -> None:
+    changes = (_STREAMS, _BEFORE + _STREAMS), (TRAINS, TRAINS + _KNOWN)
+    spec = replace(coming_back(slot), script=own_loop.write(tmp_path, *changes))
+    survived = run(spec)
+    check_equal(survived, reference(spec.undisturbed()))
+    assert entered(survived) == [(slot, 1)]
+    known: dict[int, set[str]] = {step: set() for step in range(spec.steps)}
+    for step, text in re.findall(r"known (\d) (\w+ \d+ \d+)", survived.output):
+        known[int(step)].add(text)
+    (one,) = set.union(*known.values())
+    assert one.split()[1] == one.split()[2] and all(texts == {one} for texts in known.values())
+    assert survived.output.count("known 5") == 4
+
+
 _SAVES = """\
         torch.save(
             torch.cat([one.detach().view(-1) for one in model[0].parameters()]),
@@ -144,7 +177,6 @@ def test_iterators_that_go_on_over_a_loader(
     assert entered(survived) == [(slot, 1)]
 
 
-_STREAMS = "    train_batches, valid_loader ="
 _EPOCHS = """\
         try:
             losses, grad_norm = train_step()

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import streams
+
 
 def sabotage(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, line: str, instead: str = "pass"
 ) -> None:
-    """Replace the only line of `owner.name` that holds `line`; fails where there is none or two."""
+    """Replace the only line of `owner.name` that holds `line`; fails where there is none or two.
+
+    The device takes its time, as what is missing is a wait.
+    """
+    monkeypatch.setattr(streams, "PAUSE_S", streams.LONG_PAUSE_S)
     function: Callable[..., Any] = inspect.unwrap(vars(owner)[name])
     source = textwrap.dedent(inspect.getsource(function)).splitlines()
     (place,) = (number for number, text in enumerate(source) if line in text)

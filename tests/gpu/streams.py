@@ -17,8 +17,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 LIMIT_S = 30.0
-# Longer than whatever a host does between two calls, so that a missing wait is always seen.
-PAUSE_S = 0.02
+# Longer than whatever a host does between two calls, so that a missing wait is always seen: a host
+# that has the processor, and one that waits for it.
+PAUSE_S, LONG_PAUSE_S = 0.02, 0.5
 
 aten = torch.ops.aten
 READS_ON_HOST = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
@@ -70,11 +71,11 @@ class Stream:
             except BaseException as error:
                 self.errors.append(error)
 
-    def put(self, work: Callable[[], None], *, pause_s: float = PAUSE_S) -> None:
+    def put(self, work: Callable[[], None], *, pause_s: float | None = None) -> None:
         """Do it later."""
 
         def late() -> None:
-            time.sleep(pause_s)
+            time.sleep(PAUSE_S if pause_s is None else pause_s)
             work()
 
         self._work.put(late)

@@ -32,6 +32,15 @@ def test_the_example_is_equal_and_every_kill_fires(rehearse: Rehearse, tmp_path:
     assert not save.exists()
 
 
+@proves(Kind.KILLS, Promise.EQUAL)
+def test_two_workers_are_equal(rehearse: Rehearse) -> None:
+    """One of them is lost while the other one, which has come back, learns the loop."""
+    found = rehearse(JobSpec(nproc=2, steps=20))
+    assert found.exit_code == 0, found.output
+    assert [run["name"] for run in found.verdict["runs"]][2:] == ["returns", "returns-2"]
+    assert all(kill["fired"] for run in found.verdict["runs"] for kill in run["kills"])
+
+
 @proves(Kind.SABOTAGE, Promise.SEEN)
 def test_an_average_that_nobody_keeps_is_found(rehearse: Rehearse, tmp_path: Path) -> None:
     unkept = own_scripts.without_keep(own_scripts.AVERAGES)

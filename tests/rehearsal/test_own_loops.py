@@ -11,7 +11,7 @@ OPTIONS = ("--eval-interval=1",)
 
 
 @proves(Kind.KILL, Promise.EQUAL)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_its_loop_is_equal_through_losses_and_returns(rehearse: Rehearse, workers: int) -> None:
     found = rehearse(JobSpec(nproc=workers, steps=20, script=own_loop.__file__, options=OPTIONS))
     assert found.exit_code == 0, found.output

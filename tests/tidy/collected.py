@@ -5,7 +5,6 @@ parts of the tests that have it, none if `make matrix` alone does. Nothing is ru
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.idle import completed
 from tests.proofs import Proof, proof_of
 from tests.sample import PARTS
 from tests.tiers import FAULTS
@@ -68,9 +68,8 @@ def parts_of(item: pytest.Item) -> tuple[int, ...]:
 def declared() -> tuple[Case, ...]:
     """Collect in a process of its own."""
     command = [sys.executable, "-m", "tests.tidy.collected"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+    done = completed(command, LIMIT_S, cwd=ROOT)
+    done.check_returncode()
     return tuple(map(_case, json.loads(done.stdout.splitlines()[-1])))
 
 

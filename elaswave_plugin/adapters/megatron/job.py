@@ -51,7 +51,12 @@ from elaswave_plugin.adapters.megatron.step.reported_losses import (
 from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
-from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_loop, check_supported
+from elaswave_plugin.adapters.megatron.unsupported import (
+    check_growth,
+    check_loop,
+    check_supported,
+    why_buffers_stay,
+)
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
     check_world,
@@ -68,16 +73,12 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.call_log import Attempt, CallLog
-from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.sinks import check_sinks
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
-
-# The phase of work that loads a checkpoint: before the first step it comes before the first seal.
-LOAD = "load"
 
 
 class ElasticJob:
@@ -88,9 +89,6 @@ class ElasticJob:
         "show report.loss and what job.evaluate returns, and count args.global_batch_size samples a"
         " step (docs/megatron_core.md)"
     )
-
-    # Of the calls of a script that counts its steps itself.
-    _calls: CallRecord | None = None
     # Why micro-batches stay whole, if so.
     _why_whole: str | None = None
 
@@ -209,7 +207,7 @@ class ElasticJob:
         self._buffers = ModelBuffers(
             chunks,
             exact=self._worker.config.consistency == "exact",
-            refused=self._why_buffers_stay(),
+            refused=why_buffers_stay(self._sizes.model_parallel, self._worker.reserve),
         )
         self._state = step_state(
             self._worker, self._framework, buffers=self._buffers, beside=[self._positions]
@@ -240,14 +238,13 @@ class ElasticJob:
             counted_by="the iteration that job.train yields, or job.iteration",
         )
         self._saves.drafts = steps.drafts
-        self._loop = self._call_log(steps)
-        self._body = LoopBody(self._loop, self._calls)
+        self._loop, self._body = self._made_loop(steps)
         guard_gathers(chunks, self._loop, run=self._gather, sealed=self._state.sealed)
         self._own_numbers = OwnNumbers(
             self._worker,
             share=self._num_microbatches // self._width,
             advice=self._advice,
-            concerns=lambda: not self._turns.is_working,
+            concerns=self._is_concerned,
         )
         self._unbound = Unbound(
             self._framework.updates,
@@ -263,14 +260,13 @@ class ElasticJob:
         with self._body.closed():
             self._loop.run(gather)
 
-    def _call_log(self, steps: GuardedSteps) -> CallLog:
-        return CallLog(steps)
+    def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
+        loop = CallLog(steps)
+        return loop, LoopBody(loop)
 
-    def _why_buffers_stay(self) -> str | None:
-        """Why forward passes may not change the model's buffers; None where they may."""
-        if self._sizes.model_parallel != (1, 1):
-            return "not with tensor or pipeline parallelism"
-        return "not with --reserve" if self._worker.reserve else None
+    def _is_concerned(self) -> bool:
+        """Return whether numbers of the script's own may be wrong now."""
+        return not self._turns.is_working
 
     def _begin_at(self, start_step: Any, consumed_samples: Any, *, train_iters: int) -> None:
         """Begin where the job began, also on a later worker whose script finds a checkpoint."""
@@ -571,7 +567,8 @@ class ElasticJob:
             if self._worker.owns_rank_0:
                 say(f"the job has ended with its last checkpoint, and left out: {phase}")
             return detached
-        if phase != LOAD:
+        # A checkpoint is loaded before the first seal.
+        if phase != "load":
             self._start()
 
         def whole() -> Result:

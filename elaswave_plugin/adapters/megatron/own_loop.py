@@ -24,7 +24,9 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Result
 from elaswave_plugin.adapters.megatron.input_seal import InputSeal, SealedCall, drawn
 from elaswave_plugin.adapters.megatron.job import ElasticJob
+from elaswave_plugin.adapters.megatron.lost_shares import LostShares
 from elaswave_plugin.adapters.megatron.schedule_calls import without_known
+from elaswave_plugin.adapters.megatron.script_run import ScriptRun
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
@@ -46,11 +48,11 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.record_told import RecordTold
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
-from elaswave_plugin.values.gathered import gathered
 
 FIRST_SHOWN = 1
 """The replica that the first one is told to be while its script is behind the others.
@@ -106,8 +108,11 @@ class OwnLoop(ElasticJob):
             follow_draws=lambda told: self._settle(*told[0]),
         )
         self._streams = Streams()
+        self.shares = LostShares(worker)
+        """Of lost replicas, in what is reported here."""
         self._seal: InputSeal | None = None
         self._reports: list[Any] = []
+        self._has_left_out = False
         self._late = LateSums(
             self._worker.links, width=self._width, members=self._worker.groups.made_of
         )
@@ -135,14 +140,34 @@ class OwnLoop(ElasticJob):
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
 
-    def _call_log(self, steps: GuardedSteps) -> CallLog:
+    def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
-        return CallLog(steps, knowledge=told, passes=True)
+        loop = CallLog(steps, knowledge=told, passes=True)
+        loop.after_recovery.append(ScriptRun(self._worker).follow)
+        return loop, LoopBody(loop, self._calls, scale=self.shares.scale)
+
+    def _is_concerned(self) -> bool:
+        return not self.shares.are_right
 
     @property
     def is_behind(self) -> bool:
         """True while the script is at what the others have behind them."""
         return self._worker.detached or self._loop.is_lagging
+
+    @property
+    def has_place(self) -> bool:
+        """True while this worker has a part of the model."""
+        return self._microbatches.coordinate is not None
+
+    def leave_out(self, what: str) -> None:
+        """Say, once, that the script saves a part of the model that this worker has not."""
+        if not self._has_left_out:
+            self._has_left_out = True
+            say(
+                f"worker {self._worker.slot} has no part of the model since a loss, and {what} of"
+                " its script is left out until it has: save by dist_checkpointing.save, for which"
+                " it does not matter who has which part"
+            )
 
     @property
     def world_size_behind(self) -> int | None:
@@ -379,11 +404,14 @@ class OwnLoop(ElasticJob):
             return reports
         of = partial(replica_microbatches, num_replicas=width, num_microbatches=count * width)
         told = dict(zip(numbers, reports, strict=True))
-        if not self._run_their_own(of, count * width):
-            told = {number: one for mine in gathered([*told.items()]) for number, one in mine}
+        if not self.shares.are_missing and self._run_their_own(of, count * width):
+            own = [told[number] for number in of(self.replica)]
+        else:
+            sums = {"are_sums": self._late.are_any}
+            own = self.shares.reported(told, replica=self.replica, of=of, **sums)
         # At the launch, stages before the last one have none.
         is_last = self._place[1] == self._sizes.model_parallel[1] - 1
-        return [told[number] for number in of(self.replica)] if is_last else []
+        return own if is_last else []
 
     def _run_their_own(self, of: Callable[[int], Sequence[int]], count: int) -> bool:
         """Return whether each worker runs its own micro-batches of a batch, beside others."""
@@ -416,16 +444,17 @@ class OwnLoop(ElasticJob):
         def attempt(step: int) -> StepReport:
             if self._worker.view.epoch != life:
                 put_back()
-            results.append(native(*args, **kwargs))
+            made, norm, *others = native(*args, **kwargs)
             self._gradients.begin()
             self._states.forget()
-            norm = results[-1][1]
             self._agree_on_buffers()
             pace = self._worker.stopwatch.times.told_pace()
             losses = [first_loss(one) for one in self._reports]
-            loss, tokens, norm = self._agree(losses, float(norm or 0.0), pace=pace)
+            loss, tokens, agreed = self._agree(losses, float(norm or 0.0), pace=pace)
+            # Without a part of the model a worker has none of its own.
+            results.append((made, norm if self.has_place else agreed, *others))
             lr = self._framework.learning_rate()
-            return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
+            return StepReport(loss=loss, grad_norm=agreed, lr=lr, tokens=tokens)
 
         def update() -> Any:
             self._loop.step(attempt)

@@ -14,12 +14,15 @@ from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
+from elaswave_plugin.adapters.megatron.script_run import lose_little
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.adapters.script_lines import bare_collective
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.loops.calls_before import CallsBefore
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.words import FLAG, check_options
@@ -54,6 +57,7 @@ class ScriptStart:
         config = from_namespace(parser.parse_known_args([FLAG, *sys.argv[1:]])[0])
         assert config is not None
         self._config = config
+        lose_little()
         self._saves = WholeSaves()
         elastic = elastic_patches(exact=config.consistency == "exact", saves=self._saves)
         on_cpu = [] if torch.cuda.is_available() else cpu_patches().records
@@ -70,6 +74,7 @@ class ScriptStart:
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
         self._loop: OwnLoop | None = None
+        self._before = CallsBefore(self._worker, is_own=lambda: bare_collective() is not None)
         self._unbound = Unbound(
             lambda optimizer: _is_before_a_load(),
             advice="have each step call what get_forward_backward_func() returns, asked for behind"
@@ -133,6 +138,7 @@ class ScriptStart:
                 return native(forward_only=True, **kwargs)
             if self._loop is None:
                 self._unbound.stop()
+                self._before.end()
                 self._loop = OwnLoop(
                     self._config,
                     worker=self._worker,
@@ -153,7 +159,8 @@ class ScriptStart:
         return destroy_model_parallel
 
     def _place_in(self, members: Sequence[int]) -> int:
-        return members.index(self._worker.slot)
+        slot = self._worker.slot
+        return members.index(slot) if slot in members else -1
 
     def _as_made(
         self, native: Callable[..., int], *, of_members: Callable[[Sequence[int]], int]
@@ -172,8 +179,11 @@ class ScriptStart:
             if _asks_itself():
                 return native(*args, **kwargs)
             loop = self._loop
+            if name == "world_size" and loop is not None:
+                loop.shares.ask_replicas()
+                return loop.width
             if name == "world_size":
-                return native(*args, **kwargs) if loop is None else loop.width
+                return native(*args, **kwargs)
             replica = native(*args, **kwargs) if loop is None else loop.replica
             return FIRST_SHOWN if self.is_behind and not replica else replica
 

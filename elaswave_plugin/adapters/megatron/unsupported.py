@@ -226,3 +226,10 @@ def check_growth(
             f"replicas for {num_microbatches} micro-batches a step; use a --reserve of at most "
             f"{most} or a larger global batch"
         )
+
+
+def why_buffers_stay(model_parallel: tuple[int, int], reserve: int) -> str | None:
+    """Return why forward passes may not change the model's buffers; None where they may."""
+    if model_parallel != (1, 1):
+        return "not with tensor or pipeline parallelism"
+    return "not with --reserve" if reserve else None

@@ -265,12 +265,16 @@ class GroupCore:
             f"{what} in group {self.group_name!r} (slots {self.members}) {why}"
         )
 
-    def _fold(self, what: str, opts: Any, dtype: torch.dtype) -> Fold:
+    @staticmethod
+    def reduction(opts: Any = "SUM") -> str:
+        """The name of a call's reduction, from its options."""
         wanted = getattr(opts, "reduceOp", opts)
         kind = getattr(wanted, "op", wanted)
-        name = str(getattr(kind, "name", kind))
+        return str(getattr(kind, "name", kind))
+
+    def _fold(self, what: str, opts: Any, dtype: torch.dtype) -> Fold:
         try:
-            return make_fold(name, dtype)
+            return make_fold(self.reduction(opts), dtype)
         except ConfigurationError as error:
             raise self._refuse(what, str(error)) from error
 

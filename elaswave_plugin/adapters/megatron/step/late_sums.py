@@ -65,6 +65,11 @@ class LateSums:
         self._given.clear()
         self._places.clear()
 
+    @property
+    def are_any(self) -> bool:
+        """True where the loss functions of the call have made such sums."""
+        return bool(self._given)
+
     def start(self, number: int) -> None:
         """The passes of a micro-batch begin."""
         self._number = number

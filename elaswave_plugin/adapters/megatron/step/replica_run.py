@@ -75,6 +75,14 @@ class ReplicaRun:
                     passed()
         return True
 
+    def close(self) -> None:
+        """Let go of the iterator, which holds this run, and so of its loaders' processes.
+
+        torch's DataLoader waits five seconds for each of them where Python's collection of cycles
+        finds it: the pipes that would tell them may be closed by then (torch 2.13).
+        """
+        self._iterator = None
+
     def _kept(self, item: Any) -> Any:
         """Return what to keep of an item, which the iterator may change later."""
         if self._reads:

@@ -72,7 +72,7 @@ class ReplicaStream:
         for replica in [*self._runs]:
             # Of a rehearsed first step, or before a worker came back; it may have processes.
             if self._takes - self._used[replica] > _UNUSED:
-                del self._runs[replica]
+                self._runs.pop(replica).close()
         first = self.position
         self.position += count
         # Of the step before as well.
@@ -99,6 +99,15 @@ class ReplicaStream:
     def deliver(self, first: int, replica: int, number: int) -> None:
         """The next batch is a replica's ``number``-th of those from ``first`` on."""
         self._due = first, replica, number
+
+    def close(self) -> None:
+        """End the processes that read for it."""
+        self._forget()
+        self._ahead.close()
+
+    def _forget(self) -> None:
+        while self._runs:
+            self._runs.popitem()[1].close()
 
     def __iter__(self) -> "ReplicaStream":
         return self
@@ -129,13 +138,15 @@ class ReplicaStream:
             except Exception:
                 # The iterator does something with its batches; what is its own comes again.
                 self._reads = True
-                self._runs.clear()
+                self._forget()
         return self._found(replica, number)
 
     def _found(self, replica: int, number: int) -> list[Any] | None:
         self._used[replica] = self._takes
         run = self._runs.get(replica)
         if run is None or (number < run.next and number not in run.known):
+            if run is not None:
+                run.close()
             self._runs[replica] = run = ReplicaRun(
                 self._original,
                 replica=replica,
@@ -181,7 +192,7 @@ class Streams:
         for key in [*self._known]:
             # In the tuple, and as the argument: most iterators cannot be referred to weakly.
             if sys.getrefcount(self._known[key][0]) <= 2:
-                del self._known[key]
+                self._known.pop(key)[2].close()
             elif original.shares(self._known[key][1]):
                 raise ConfigurationError(
                     f"data_iterator is a {original.name} that goes on with an iterator which an"

@@ -1,0 +1,104 @@
+"""The share of lost replicas in what a script sums over its workers: one of these reports it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch.utils import _pytree
+
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.values.gathered import gathered
+
+
+class LostShares:
+    """The reports of replicas that have no worker left, on one of their data-parallel group.
+
+    So a sum over that group is the launch's, except for its rounding: of losses, or of losses and
+    tokens each by itself. Not where the script's loop asks how many workers there are, and
+    not how many replicas: what it divides by that is a mean over those who are left.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        # Whether the script of this worker has asked how many there are, and how many replicas.
+        self._is_width_asked = self._are_replicas_asked = False
+        self.are_reported = False
+        """Whether the last call's were losses, so that whatever is summed of them is right."""
+
+    def ask_width(self) -> None:
+        """Note that the script asks in its loop how many workers there are."""
+        self._is_width_asked = True
+
+    def ask_replicas(self) -> None:
+        """Note that it asks how many replicas there are, which are those of the launch."""
+        self._are_replicas_asked = True
+
+    @property
+    def are_right(self) -> bool:
+        """True where no number of the script's can show the loss."""
+        return self.are_reported and not self._is_width_asked
+
+    @property
+    def are_missing(self) -> bool:
+        """True while a worker of the launch is not there; alike on all."""
+        return len(self._worker.view.ranks) < len(self._worker.launch_slots)
+
+    def reported(
+        self,
+        mine: Mapping[int, Any],
+        *,
+        replica: int,
+        of: Callable[[int], Sequence[int]],
+        are_sums: bool,
+    ) -> list[Any]:
+        """Return a replica's reports, with those of lost ones on the worker that has them.
+
+        ``mine``: this worker's, by micro-batch; ``of(replica)``: the micro-batches of one;
+        ``are_sums``: whether they are over all replicas already. Collective over WORLD.
+        """
+        divides_by_workers = self._is_width_asked and not self._are_replicas_asked
+        told = gathered([divides_by_workers or are_sums, *mine.items()])
+        every = {number: one for _, *items in told for number, one in items}
+        own = [every[number] for number in of(replica)]
+        sizes = {size for report in every.values() for size in _sizes(report)}
+        are_wanted = self.are_missing and not any(is_other for is_other, *_ in told)
+        self.are_reported = are_wanted and sizes <= {1}
+        for lost in self._mine() if are_wanted and sizes <= {1, 2} else ():
+            # None are left of batches that only their worker had.
+            shares = [every[number] for number in of(lost) if number in every]
+            own = [
+                _pytree.tree_map(_added, *pair) for pair in zip(own, shares, strict=False)
+            ] or own
+        return own
+
+    def _mine(self) -> Sequence[int]:
+        """The replicas whose share is this worker's: not the first one's, which shows its own."""
+        launched, there = self._data_parallel()
+        if there[min(1, len(there) - 1)] != self._worker.slot:
+            return ()
+        return [number for number, slot in enumerate(launched) if slot not in there]
+
+    def _data_parallel(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return of which workers this one's data-parallel group was made, and who is there."""
+        launched = self._worker.groups.made_of(parallel_state.get_data_parallel_group())
+        return launched, [slot for slot in launched if slot in self._worker.view.ranks]
+
+    def scale(self, members: Sequence[int]) -> float:
+        """Return what makes the mean of these workers that of the launch."""
+        launched, there = self._data_parallel()
+        is_data_parallel = self.are_reported and {*members} == {*there}
+        return len(members) / len(launched) if is_data_parallel else 1.0
+
+
+def _sizes(report: Any) -> Iterator[int]:
+    """Yield how many numbers each loss of a micro-batch's report has; 0 for what is none."""
+    for loss in report.values() if isinstance(report, Mapping) else (report,):
+        parts = loss if isinstance(loss, tuple | list) else (loss,)
+        yield sum(one.numel() if isinstance(one, torch.Tensor) else 1 for one in parts) * all(
+            isinstance(one, torch.Tensor | float | int) for one in parts
+        )
+
+
+def _added(one: Any, other: Any) -> Any:
+    return one + (other.to(one.device) if isinstance(one, torch.Tensor) else other)

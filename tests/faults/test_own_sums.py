@@ -1,0 +1,157 @@
+"""A script without a line of ours sums over its workers: the share of a lost one is there."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults import own_loop
+from tests.faults.conftest import Launch, Reference
+from tests.faults.harness import Outcome, check_equal, check_survived
+from tests.faults.own_scripts import Change
+from tests.faults.test_own_loop import TP2, TRAINS, spec_of
+from tests.proofs import Kind, Promise, proves
+from tests.sample import sampled
+
+# Of fp32 sums in another order.
+ROUNDING = 1e-6
+_SHOWS = """\
+        group = parallel_state.get_data_parallel_group()
+        pairs = torch.stack([one["loss and tokens"] for one in losses]).sum(0)
+        torch.distributed.all_reduce(pairs, group=group)
+"""
+_SHOWS_LOSSES = """\
+        group = parallel_state.get_data_parallel_group()
+        mine = torch.stack([one["lm loss"] for one in losses]).mean()
+        torch.distributed.all_reduce(mean := mine.clone(), group=group)
+        mean = mean / parallel_state.get_data_parallel_world_size()
+        torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.AVG, group=group)
+        seen = torch.stack([one["lm loss"] for batch in evaluate() for one in batch]).sum()
+        torch.distributed.all_reduce(seen, group=group)
+        pairs = mean, mine, seen
+"""
+_PRINTS = """\
+        shown = " ".join(f"{float(one):.9g}" for one in pairs)
+        print(f"shown {iteration} {shown}\\n", end="")
+"""
+_REPORTED = "    reported = (float(total), float(tokens))\n"
+_LOSS = '    reported = {"lm loss": (total / tokens).detach().clone()}\n'
+_PAIR = '    reported = {"loss and tokens": torch.stack([total.detach(), tokens.float()])}\n'
+# The script's own sum of losses, by the keys of its reports.
+_SUMS = "        loss = sum(total / tokens for total, tokens in losses) / max(len(losses), 1)\n"
+_SUMS_VALID = (
+    "            loss = sum(total / tokens for batch in evaluate() for total, tokens in batch)\n"
+)
+
+
+LOST = [((1,), ()), ((0, 3), ()), ((3,), TP2)]
+
+
+def reporting(report: str, lines: str) -> tuple[Change, ...]:
+    """Other reports, and lines that show sums of them."""
+    none = "        loss = 0.0\n"
+    return (
+        (_REPORTED, report),
+        (_SUMS, none),
+        (_SUMS_VALID, "    " + none),
+        (TRAINS, TRAINS + lines + _PRINTS),
+    )
+
+
+_SAVES = """\
+        print(f"norm {iteration} {float(grad_norm)!r}\\n", end="")
+        slot = os.environ["ELASWAVE_SLOT"]
+        torch.save(model[0].state_dict(), Path(args.save) / f"{iteration}-{slot}.pt")
+"""
+_ASKS = """\
+        mine = sum(float(total / tokens) for total, tokens in losses)
+        mean = torch.tensor(mine)
+        torch.distributed.all_reduce(mean)
+        mean = float(mean) / torch.distributed.get_world_size()
+        replica = parallel_state.get_data_parallel_rank()
+        print(f"own {iteration} {replica} {mine:.9g}\\nshown {iteration} {mean:.9g}\\n", end="")
+"""
+
+
+def shown(run: Outcome) -> dict[int, list[list[float]]]:
+    """The numbers that each worker has shown, by step."""
+    steps: dict[int, list[list[float]]] = {}
+    for step, numbers in re.findall(r"shown (\d+) (.+)", run.output):
+        steps.setdefault(int(step), []).append([*map(float, numbers.split())])
+    return steps
+
+
+@proves(Kind.KILL, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize(
+    ("kind", "slots", "sizes"),
+    sampled([(kind, *lost) for kind in ("losses", "pairs") for lost in LOST]),
+)
+def test_sums_over_replicas_are_those_of_the_launch(
+    run: Launch,
+    reference: Reference,
+    tmp_path: Path,
+    kind: str,
+    slots: tuple[int, ...],
+    sizes: tuple[str, ...],
+) -> None:
+    lines = {"losses": (_LOSS, _SHOWS_LOSSES), "pairs": (_PAIR, _SHOWS)}[kind]
+    spec = replace(spec_of(1, "backward"), script=own_loop.write(tmp_path, *reporting(*lines)))
+    kills = tuple(f"{slot}@{2 + number}:backward" for number, slot in enumerate(slots))
+    spec = replace(spec, options=(*spec.options, *sizes), kills=kills)
+    survived, undisturbed = run(spec), reference(spec.undisturbed())
+    check_equal(survived, undisturbed)
+    wanted = shown(undisturbed)
+    assert [*wanted] == [*range(spec.steps)]
+    for step, found in shown(survived).items():
+        # A worker that is lost in a step has not shown it.
+        assert len(found) == spec.nproc - sum(step >= 2 + one for one in range(len(slots)))
+        for numbers in found:
+            assert numbers == pytest.approx(wanted[step][0], rel=ROUNDING), step
+    # Of a pair nobody knows whether the script divides before it sums.
+    assert ("may show the loss" in survived.output) == (kind == "pairs")
+
+
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")
+def test_a_sum_by_the_number_of_workers_is_of_those_who_are_left(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """The line that asks for it is named."""
+    spec = replace(
+        spec_of(1, "backward"), script=own_loop.write(tmp_path, (TRAINS, TRAINS + _ASKS))
+    )
+    survived, undisturbed = run(spec), reference(spec.undisturbed())
+    check_equal(survived, undisturbed)
+    own = {
+        (int(step), int(replica)): float(number)
+        for step, replica, number in re.findall(r"own (\d+) (\d+) (.+)", undisturbed.output)
+    }
+    for step, found in shown(survived).items():
+        replicas = range(4) if step < 2 else (0, 2, 3)
+        mean = sum(own[step, one] for one in replicas) / len(replicas)
+        assert len(found) == len(replicas)
+        assert all(numbers == pytest.approx([mean], rel=ROUNDING) for numbers in found), step
+    assert re.search(r"\(get_world_size\).* may show the loss", survived.output)
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:backward")
+def test_a_worker_without_a_part_of_the_model(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """Rank 0 has lost its TP group: it is told the norm, and saves no weights that it has not."""
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    spec = replace(
+        spec_of(1, "backward"), script=own_loop.write(tmp_path, (TRAINS, TRAINS + _SAVES))
+    )
+    survived = run(replace(spec, options=(*spec.options, *TP2, f"--save={saves}")))
+    check_survived(survived)
+    norms: dict[str, set[str]] = {}
+    for step, norm in re.findall(r"norm (\d) (\S+)", survived.output):
+        norms.setdefault(step, set()).add(norm)
+    assert len(norms) == spec.steps and all(len(one) == 1 for one in norms.values())
+    kept = {path.name for path in saves.glob("*.pt")}
+    assert kept == {f"{step}-{slot}.pt" for step in range(6) for slot in range(4)} - {
+        f"{step}-{slot}.pt" for step in range(2, 6) for slot in (0, 1)
+    }
+    assert survived.output.count("torch.save of its script is left out") == 1
