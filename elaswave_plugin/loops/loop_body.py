@@ -112,7 +112,7 @@ class LoopBody:
         self._note(call, completed)
         return completed
 
-    # Of some workers, others of whom are elsewhere: a group is that of those that it was made of.
+    # Of some workers, as the others are elsewhere: a group is that of those that it was made of.
 
     def _left(self, group: Any, call: str) -> Sequence[torch.Tensor] | None:
         """Return what a call gave to a member that has left it; None where nobody has."""

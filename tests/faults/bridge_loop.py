@@ -271,7 +271,7 @@ LOOP = """\
 
 
 def changes() -> tuple[Change, ...]:
-    """What makes it of a script whose loop is its own."""
+    """The lines that make it of a script whose loop is its own."""
     return (
         *own_loop.another(LOOP, functions=_IMPORTS + _STEP),
         (_DDP, _DDP + _RECIPE),

@@ -231,7 +231,7 @@ _OPTIMIZER = "            use_distributed_optimizer=True,\n        ),\n        m
 
 
 def changes() -> tuple[Change, ...]:
-    """What makes it of `examples/train_gpt.py`."""
+    """The lines that make it of `examples/train_gpt.py`."""
     return (
         *own_loop.another(LOOP, functions=_FUNCTIONS),
         (_DDP, _DDP + "        overlap_param_gather=True,\n"),

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from elaswave_plugin.adapters.host_draws import undone_numbers
 from elaswave_plugin.adapters.megatron.compat import rng
-from elaswave_plugin.adapters.megatron.step.own_timers import stopped_where_interrupted
+from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import copy_targets
 from elaswave_plugin.core.step.dataflow import Dataflow

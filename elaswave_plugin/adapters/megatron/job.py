@@ -25,6 +25,7 @@ from elaswave_plugin.adapters.megatron.contract import (
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
+from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.adapters.megatron.schedule_calls import (
     check_call,
     check_schedule,
@@ -41,7 +42,6 @@ from elaswave_plugin.adapters.megatron.step.data import (
     served,
 )
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
-from elaswave_plugin.adapters.megatron.step.own_timers import stopped_where_interrupted
 from elaswave_plugin.adapters.megatron.step.positions import Positions, first_batch
 from elaswave_plugin.adapters.megatron.step.reported_losses import (
     Reported,

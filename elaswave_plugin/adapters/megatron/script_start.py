@@ -20,7 +20,6 @@ from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.script_lines import bare_collective
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.command_line import add_arguments, from_namespace
-from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.calls_before import CallsBefore
 from elaswave_plugin.recovery.worker import Worker
@@ -166,7 +165,7 @@ class ScriptStart:
         self, native: Callable[..., int], *, of_members: Callable[[Sequence[int]], int]
     ) -> Callable[..., int]:
         @wraps(native)
-        def get(group: ElasticProcessGroup) -> int:
+        def get(group: Any) -> int:
             if self._loop is None or _asks_itself():
                 return native(group)
             return of_members(self._worker.groups.made_of(group))

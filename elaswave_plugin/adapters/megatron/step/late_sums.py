@@ -18,13 +18,13 @@ from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.values.gathered import gathered
 
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MAX": torch.maximum,
-    "MIN": torch.minimum,
-}
+_FOLDS: tuple[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], ...] = (
+    ("SUM", torch.add),
+    ("AVG", torch.add),
+    ("PRODUCT", torch.mul),
+    ("MAX", torch.maximum),
+    ("MIN", torch.minimum),
+)
 # What shows a part of a tensor, or all of it, and reads none of its numbers.
 _SHOWS = ("__getitem__", "detach", "view", "reshape", "unbind", "__get__", "select", "squeeze")
 
@@ -109,10 +109,10 @@ class LateSums:
         opts = args[1] if len(args) > 1 else ReduceOp.SUM
         wanted = getattr(opts, "reduceOp", opts)
         kind = getattr(getattr(wanted, "op", wanted), "name", str(wanted))
-        if kind not in _FOLDS or not tensor.is_contiguous():
+        if kind not in dict(_FOLDS) or not tensor.is_contiguous():
             raise ConfigurationError(
                 f"the loss function's all_reduce is a {kind} of a tensor with the strides"
-                f" {tensor.stride()}, wanted one of {', '.join(_FOLDS)}, of a contiguous one"
+                f" {tensor.stride()}, wanted one of {', '.join(dict(_FOLDS))}, of a contiguous one"
             )
         self._given.setdefault(self._number, []).append((kind, tensor.detach().clone()))
         tensor.__class__ = _Late
@@ -168,7 +168,7 @@ class LateSums:
     def settle(self, numbers: Sequence[int], reports: Sequence[Any]) -> list[Any]:
         """Return the reports of these micro-batches with the sums (collective over the replicas).
 
-        The replicas are added in their order, whoever has run them.
+        The replicas are added in their order, on whichever worker each was run.
         """
         if not self._given:
             return [*reports]
@@ -187,7 +187,7 @@ class LateSums:
         parts = [given[row * self._width + replica] for replica in range(self._width)]
         sums = []
         for same in zip(*parts, strict=True):
-            total = reduce(_FOLDS[same[0][0]], (tensor for _, tensor in same))
+            total = reduce(dict(_FOLDS)[same[0][0]], (tensor for _, tensor in same))
             sums.append(total / self._width if same[0][0] == "AVG" else total)
         return sums
 
