@@ -83,8 +83,10 @@ def test_seals_that_steps_wait_for_become_fewer(run: Launch, reference: Referenc
     steps = 24
     slowed = run(JobSpec(steps=steps, kills=("1@22:backward",), sabotage=LATE))
     check_equal(slowed, reference(JobSpec(steps=steps)))
-    _, fewer, lost = slowed.events("view_committed")
-    assert fewer["reason"].startswith("steps wait for snapshots: one after every ")
+    # On a busy machine they may become fewer twice.
+    _, *changed, fewer, lost = slowed.events("view_committed")
+    for one in (*changed, fewer):
+        assert one["reason"].startswith("steps wait for snapshots: one after every ")
     every = int(fewer["reason"].split()[-4])
     begins = {event["epoch"]: event["restored_step"] for event in slowed.events("recovered")}
     # What the job does by itself costs no step; the loss goes back to a seal of the new interval.

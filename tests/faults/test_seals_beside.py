@@ -26,8 +26,9 @@ def slow(self, *given):
         yield stop
 HostCopies._copy = slow
 """
-# What the rule forbids: an update that does not wait for the seal of the step before.
-UNAWAITED = f"""{SLOW}
+# What the rule forbids: an update that does not wait for the seal of the step before, which takes
+# longer than a step of a busy machine.
+UNAWAITED = f"""{SLOW.replace("0.03", "0.3")}
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 StateKeeper.finish_seal = lambda self: None
 """
