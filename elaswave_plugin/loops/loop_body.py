@@ -2,8 +2,8 @@
 
 That body cannot be called again. All-reduces, broadcasts and barriers of all workers are work that
 starts again after a loss, as `CallLog.run` does it: if one worker has left it with its result,
-so do all. So are all-reduces and barriers of some, among those that are left of them: after a
-recovery, who has left one tells its result. Any other collective that a loss interrupts ends the
+so do all. So are those of some workers, among who is left of them: after a recovery, who has left
+one tells its result. Any other collective that a loss interrupts ends the
 job with a sentence.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import LARGEST, CallRecord
 from elaswave_plugin.trainer.fatal import end_in_a_sentence, ends_in_a_sentence
@@ -44,6 +45,8 @@ class LoopBody:
         # here, and of any member after a recovery.
         self._completed: dict[str, tuple[int, Any]] = {}
         self._told: dict[str, tuple[int, Any]] = {}
+        # Groups in which a broadcast has lost its source, which is said once.
+        self._orphaned: set[str] = set()
         if record is not None:
             loop.after_recovery.append(self._tell)
 
@@ -78,7 +81,7 @@ class LoopBody:
         is_broadcast = call == "broadcast"
         of_some = not self._worker.groups.is_of_all(group)
         # A later worker knows how many calls there were by the record alone.
-        is_made_again = not of_some or not (is_broadcast or self._record is None)
+        is_made_again = not of_some or self._record is not None
         if self._is_behind or not is_made_again:
             completed = self.note(group, call, args, lambda *given: start(group))
             if of_some and is_made_again:
@@ -87,10 +90,13 @@ class LoopBody:
         tensors = _tensors(args)
         before = [tensor.detach().clone() for tensor in tensors]
         root = getattr(args[1], "rootRank", args[1]) if is_broadcast else 0
-        source = group.members[root]
+        source, made = group.members[root], self._worker.groups.made_of(group)
+        if of_some and source not in made:
+            # Another has the place of the one that is gone.
+            source = made[root]
 
         def work() -> Any:
-            if is_broadcast and group.members[root] != source:
+            if is_broadcast and not of_some and group.members[root] != source:
                 self.interrupted(call)
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.detach().copy_(value)
@@ -101,6 +107,8 @@ class LoopBody:
                 return _waited(start(self._worker.groups.alone(group)))
             view = self._worker.view.epoch
             among = self._worker.groups.as_made(group, view=view) if of_some else group
+            if of_some and is_broadcast:
+                among = self._from(source, among, group, args)
             return self._scaled(among, call, args, _waited(start(among)))
 
         with self.closed():
@@ -123,6 +131,27 @@ class LoopBody:
             self.interrupted(call)
         left: Sequence[torch.Tensor] = results
         return left
+
+    def _from(self, source: int, among: Any, group: Any, args: Sequence[Any]) -> Any:
+        """Return the group in which ``source`` gives what it has.
+
+        Where that worker is gone it is this one alone, with what the last call gave.
+        """
+        _, results = self._completed.get(group.group_name, (0, None))
+        if source not in among.members:
+            tensors = _tensors(args)
+            if results is not None and _shapes(results) == _shapes(tensors):
+                for tensor, value in zip(tensors, results, strict=True):
+                    tensor.detach().copy_(value)
+            if group.group_name not in self._orphaned:
+                self._orphaned.add(group.group_name)
+                say(
+                    f"worker {self._worker.slot}: a broadcast of the script has its source, worker"
+                    f" {source}, no more: its tensor is as the last such call has left it"
+                )
+            among, source = self._worker.groups.alone(group), self._worker.slot
+        args[1].rootRank = among.members.index(source)
+        return among
 
     def _made(self, group: Any) -> int:
         return self._completed.get(group.group_name, (0, None))[0]
@@ -214,6 +243,10 @@ class LoopBody:
 def _waited(work: Any) -> Any:
     work.wait()
     return work
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    return [one.shape for one in tensors]
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:

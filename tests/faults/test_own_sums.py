@@ -10,7 +10,7 @@ from tests.faults import own_loop
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import Outcome, check_equal, check_survived
 from tests.faults.own_scripts import Change
-from tests.faults.test_own_loop import TP2, TRAINS, spec_of
+from tests.faults.test_own_loop import PP2, TP2, TRAINS, spec_of
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -48,14 +48,14 @@ _SUMS_VALID = (
 LOST = [((1,), ()), ((0, 3), ()), ((3,), TP2)]
 
 
-def reporting(report: str, lines: str) -> tuple[Change, ...]:
+def reporting(report: str, lines: str, prints: str = _PRINTS) -> tuple[Change, ...]:
     """Other reports, and lines that show sums of them."""
     none = "        loss = 0.0\n"
     return (
         (_REPORTED, report),
         (_SUMS, none),
         (_SUMS_VALID, "    " + none),
-        (TRAINS, TRAINS + lines + _PRINTS),
+        (TRAINS, TRAINS + lines + prints),
     )
 
 
@@ -63,6 +63,21 @@ _SAVES = """\
         print(f"norm {iteration} {float(grad_norm)!r}\\n", end="")
         slot = os.environ["ELASWAVE_SLOT"]
         torch.save(model[0].state_dict(), Path(args.save) / f"{iteration}-{slot}.pt")
+"""
+# What each worker has of the last stage, as scripts with stages show it.
+_LAST_STAGE = """\
+        group = parallel_state.get_data_parallel_group()
+        mean = torch.zeros(())
+        if parallel_state.is_pipeline_last_stage():
+            mean = torch.stack([one["lm loss"] for one in losses]).mean()
+            torch.distributed.all_reduce(mean, group=group)
+            mean = mean / parallel_state.get_data_parallel_world_size()
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(
+            mean, src=last, group=parallel_state.get_pipeline_model_parallel_group()
+        )
+        shown, slot = f"{iteration} {float(mean):.9g}", os.environ["ELASWAVE_SLOT"]
+        print(f"shown {shown}\\nof {slot} {shown}\\n", end="")
 """
 _ASKS = """\
         mine = sum(float(total / tokens) for total, tokens in losses)
@@ -155,3 +170,24 @@ def test_a_worker_without_a_part_of_the_model(
         f"{step}-{slot}.pt" for step in range(2, 6) for slot in (0, 1)
     }
     assert survived.output.count("torch.save of its script is left out") == 1
+
+
+@proves(Kind.KILL, Promise.EQUAL, moment="2:backward")
+@pytest.mark.parametrize("slot", sampled([2, 3]))
+def test_what_the_last_stage_tells_its_pipeline(
+    run: Launch, reference: Reference, tmp_path: Path, slot: int
+) -> None:
+    """Without it, a worker of the first stage keeps what it was told last, and nobody waits."""
+    changes = reporting(_LOSS, _LAST_STAGE, "")
+    spec = replace(spec_of(slot, "backward"), script=own_loop.write(tmp_path, *changes))
+    spec = replace(spec, options=(*spec.options, *PP2))
+    survived, undisturbed = run(spec), reference(spec.undisturbed())
+    check_equal(survived, undisturbed)
+    assert next(event["slot"] for event in survived.events("worker_exited")) == slot
+    assert len(survived.events("view_committed")) == 2
+    wanted = {step: numbers[0][0] for step, numbers in shown(undisturbed).items()}
+    alone = slot - 2
+    for one, step, number in re.findall(r"of (\d) (\d) (\S+)", survived.output):
+        told = 1 if int(one) == alone and int(step) >= 2 else int(step)
+        assert float(number) == pytest.approx(wanted[told], rel=ROUNDING), (one, step)
+    assert survived.output.count(f"worker {alone}: a broadcast of the script has its source") == 1
