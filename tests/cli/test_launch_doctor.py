@@ -33,7 +33,8 @@ def launch(folder: Path, more: str) -> Path:
     [
         ("", 0, ["pretrain_gpt.py attaches as it is"]),
         ("--num-workers 4", 0, ["attaches as it is"]),
-        ("--ddp-average-in-collective", 0, ["--ddp-average-in-collective", "adjusted"]),
+        ("--async-save", 0, ["--async-save", "adjusted"]),
+        ("--ddp-average-in-collective", 0, ["attaches as it is"]),
         (
             "--context-parallel-size 2 --fp8-format hybrid",
             2,

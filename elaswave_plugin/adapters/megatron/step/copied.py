@@ -52,7 +52,7 @@ def is_common(value: Any) -> bool:
 def _has_model(value: Any) -> bool:
     """Return whether an object trains a model, as one does whose method a generator is."""
     for one in getattr(value, "__dict__", {}).values():
-        first = one[0] if isinstance(one, list) and one else one
+        first = one[0] if type(one) is list and one else one
         if isinstance(first, torch.nn.Module):
             return True
     return False
