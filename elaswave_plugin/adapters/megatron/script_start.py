@@ -168,6 +168,7 @@ class ScriptStart:
         def get(group: Any) -> int:
             if self._loop is None or _asks_itself():
                 return native(group)
+            self._loop.shares.ask_replicas()
             return of_members(self._worker.groups.made_of(group))
 
         return get
