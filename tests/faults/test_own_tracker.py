@@ -22,8 +22,12 @@ _OPENS = """\
 
     if torch.distributed.get_rank() == 0:
         wandb.init(project="own", mode="offline", dir="{folder}")
+    elif torch.distributed.get_rank() == 3:
+        wandb.init(project="another", mode="offline", dir="{folder}/of_3")
 """
 _LOGS = """\
+        if os.environ["ELASWAVE_SLOT"] == "3":
+            wandb.log({"of 3": iteration})
         if torch.distributed.get_rank() == 0:
             wandb.log({"iteration": iteration, "norm": float(grad_norm)})
             print(f"norm {iteration} {float(grad_norm)!r}\\n", end="")

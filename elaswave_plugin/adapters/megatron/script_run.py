@@ -40,13 +40,14 @@ class ScriptRun:
         """
         if not self._run or self._worker.config.wandb != "off":
             return
-        is_first, is_open = self._worker.owns_rank_0, bool(_open_run())
+        is_first, mine = self._worker.owns_rank_0, _open_run()
         with phase("trackers"):
-            if is_open and not is_first:
+            # A script may have a run of each worker's own.
+            if not is_first and mine.get("id") == self._run["id"]:
                 only_said(import_module("wandb").finish, what=_SILENT)
             # By now its files have all rows.
             dist.barrier()
-            if is_first and not is_open:
+            if is_first and not mine:
                 only_said(self._open, what=_SILENT, otherwise=_log_nowhere)
 
     def _open(self) -> None:
