@@ -44,7 +44,7 @@ def training_of(run: Outcome) -> list[str]:
 def test_two_losses_in_a_phase(
     run: Launch, reference: Reference, shape: str, sizes: tuple[str, ...], phase: str
 ) -> None:
-    """What they show of all replicas is that without a loss, Bridge's but for its rounding.
+    """The sums that they show are those without a loss; Bridge's are rounded otherwise.
 
     ms-swift sums losses within its loss function.
     """
