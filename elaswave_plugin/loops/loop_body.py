@@ -3,8 +3,7 @@
 That body cannot be called again. All-reduces, broadcasts and barriers of all workers are work that
 starts again after a loss, as `CallLog.run` does it: if one worker has left it with its result,
 so do all. So are those of some workers, among who is left of them: after a recovery, who has left
-one tells its result. Any other collective that a loss interrupts ends the
-job with a sentence.
+one tells its result. Any other collective that a loss interrupts ends the job with a sentence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +92,7 @@ class LoopBody:
         source, made = group.members[root], self._worker.groups.made_of(group)
         if of_some and source not in made:
             # Another has the place of the one that is gone.
-            source = made[root]
+            source = made[min(root, len(made) - 1)]
 
         def work() -> Any:
             if is_broadcast and not of_some and group.members[root] != source:
@@ -104,7 +103,7 @@ class LoopBody:
             if left is not None:
                 for tensor, value in zip(tensors, left, strict=True):
                     tensor.detach().copy_(value)
-                return _waited(start(self._worker.groups.alone(group)))
+                return _waited(start(self._alone(group, args if is_broadcast else ())))
             view = self._worker.view.epoch
             among = self._worker.groups.as_made(group, view=view) if of_some else group
             if of_some and is_broadcast:
@@ -149,9 +148,15 @@ class LoopBody:
                     f"worker {self._worker.slot}: a broadcast of the script has its source, worker"
                     f" {source}, no more: its tensor is as the last such call has left it"
                 )
-            among, source = self._worker.groups.alone(group), self._worker.slot
+            return self._alone(group, args)
         args[1].rootRank = among.members.index(source)
         return among
+
+    def _alone(self, group: Any, broadcast: Sequence[Any]) -> Any:
+        """Return a group of this worker alone, which is the source of a ``broadcast`` by these."""
+        if broadcast:
+            broadcast[1].rootRank = 0
+        return self._worker.groups.alone(group)
 
     def _made(self, group: Any) -> int:
         return self._completed.get(group.group_name, (0, None))[0]

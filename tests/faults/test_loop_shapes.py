@@ -61,7 +61,7 @@ def test_two_losses_in_a_phase(
 
 # A worker dies where its group meets behind an update; or one of the others is held there until it
 # has not the sum that its neighbour has, and a worker of the first stage dies in the next step.
-_MEETS = """
+MEETS = """
 import os, signal, time
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.loops.loop_body import LoopBody
@@ -99,7 +99,7 @@ def test_a_group_of_some_workers_meets_behind_an_update(
 ) -> None:
     """The others of the group have the call made again, and the rest go on to the next step."""
     spec = spec_of("bridge", PP2)
-    sabotage = _MEETS.format(group=group, dies=3, holds=-1)
+    sabotage = MEETS.format(group=group, dies=3, holds=-1)
     survived = run(replace(spec, sabotage=sabotage))
     assert [event["slot"] for event in survived.events("met")] == [3]
     check_equal(survived, reference(spec))
@@ -109,7 +109,7 @@ def test_a_group_of_some_workers_meets_behind_an_update(
 def test_who_has_left_a_group_tells_what_it_had_there(run: Launch, reference: Reference) -> None:
     # Nothing of all workers is between the call and the next step.
     spec = replace(BRIDGE, options=(SEED, *PP2))
-    sabotage = _MEETS.format(group=_REPLICAS, dies=-1, holds=2)
+    sabotage = MEETS.format(group=_REPLICAS, dies=-1, holds=2)
     survived = run(replace(spec, sabotage=sabotage, kills=("1@3:forward",)))
     assert [event["slot"] for event in survived.events("met")] == [2]
     check_equal(survived, reference(spec))

@@ -10,7 +10,8 @@ from tests.faults import own_loop
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import Outcome, check_equal, check_survived
 from tests.faults.own_scripts import Change
-from tests.faults.test_own_loop import PP2, TP2, TRAINS, spec_of
+from tests.faults.test_loop_shapes import MEETS
+from tests.faults.test_own_loop import PP2, SEED, TP2, TRAINS, spec_of
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -191,3 +192,20 @@ def test_what_the_last_stage_tells_its_pipeline(
         told = 1 if int(one) == alone and int(step) >= 2 else int(step)
         assert float(number) == pytest.approx(wanted[told], rel=ROUNDING), (one, step)
     assert survived.output.count(f"worker {alone}: a broadcast of the script has its source") == 1
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:forward")
+def test_a_source_that_has_left_tells_what_it_gave(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    """Worker 0 is held where it has been given that, and worker 2 is in the next step by then."""
+    changes = reporting(_LOSS, _LAST_STAGE, "")
+    spec = replace(spec_of(1, "forward"), script=own_loop.write(tmp_path, *changes))
+    spec = replace(spec, options=(SEED, *PP2), kills=("1@3:forward",))
+    meets = MEETS.format(group="PIPELINE_MODEL_PARALLEL_GROUP", dies=-1, holds=0)
+    survived, undisturbed = run(replace(spec, sabotage=meets)), reference(spec.undisturbed())
+    assert [event["slot"] for event in survived.events("met")] == [0]
+    check_equal(survived, undisturbed)
+    wanted = {step: numbers[0][0] for step, numbers in shown(undisturbed).items()}
+    for one, step, number in re.findall(r"of (\d) (\d) (\S+)", survived.output):
+        assert float(number) == pytest.approx(wanted[int(step)], rel=ROUNDING), (one, step)
