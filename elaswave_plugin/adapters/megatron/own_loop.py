@@ -112,7 +112,7 @@ class OwnLoop(ElasticJob):
         """Of lost replicas, in what is reported here."""
         self._seal: InputSeal | None = None
         self._reports: list[Any] = []
-        self._has_left_out = False
+        self._has_left_out = self._has_told_first = False
         self._late = LateSums(
             self._worker.links, width=self._width, members=self._worker.groups.made_of
         )
@@ -143,8 +143,22 @@ class OwnLoop(ElasticJob):
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
         loop = CallLog(steps, knowledge=told, passes=True)
-        loop.after_recovery.append(ScriptRun(self._worker).follow)
+        loop.after_recovery += [ScriptRun(self._worker).follow, self._tell_first]
         return loop, LoopBody(loop, self._calls, scale=self.shares.scale)
+
+    def _tell_first(self) -> None:
+        """Say, once, what nobody does while the first worker of the launch is gone."""
+        first = self._worker.launch_slots[0]
+        if self._has_told_first or first in self._worker.ranks:
+            return
+        self._has_told_first = True
+        if self._worker.owns_rank_0:
+            say(
+                f"worker {first} is gone, which was rank 0 and of replica 0: what the script does"
+                " by a rank that it asked for at its start, or where get_data_parallel_rank() is 0, as"
+                " writing files, is left out until it is back; where torch.distributed.get_rank()"
+                f" is 0, worker {self._worker.slot} does it"
+            )
 
     def _is_concerned(self) -> bool:
         return not self.shares.are_right
