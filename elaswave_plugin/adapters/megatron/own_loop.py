@@ -155,9 +155,9 @@ class OwnLoop(ElasticJob):
         if self._worker.owns_rank_0:
             say(
                 f"worker {first} is gone, which was rank 0 and of replica 0: what the script does"
-                " by a rank that it asked for at its start, or where get_data_parallel_rank() is 0, as"
-                " writing files, is left out until it is back; where torch.distributed.get_rank()"
-                f" is 0, worker {self._worker.slot} does it"
+                " by a rank that it asked for at its start, or where get_data_parallel_rank() is"
+                " 0, as writing files, is left out until it is back; where"
+                f" torch.distributed.get_rank() is 0, worker {self._worker.slot} does it"
             )
 
     def _is_concerned(self) -> bool:
