@@ -31,14 +31,16 @@ class LoopBody:
         record: CallRecord | None = None,
         *,
         scale: Callable[[Sequence[int]], float] = lambda members: 1.0,
+        on_sum: Callable[[], object] = lambda: None,
     ) -> None:
         """``record``: what these calls return is noted there, for those who come later.
 
-        ``scale(members)``: what makes a mean over a group's members that of the launch.
+        ``scale(members)``: what makes a mean over a group's members that of the launch;
+        ``on_sum()`` is called for each all-reduce.
         """
         self._loop = loop
         self._record = record
-        self._scale = scale
+        self._scale, self._on_sum = scale, on_sum
         self._worker = loop.worker
         # By group of some workers: how many calls were completed, and what the last one returned;
         # here, and of any member after a recovery.
@@ -193,6 +195,8 @@ class LoopBody:
 
     def _scaled(self, group: Any, call: str, args: Sequence[Any], work: Any) -> Any:
         """Make a mean over fewer workers than at the launch that of these."""
+        if call == "allreduce":
+            self._on_sum()
         is_mean = call == "allreduce" and group.reduction(*args[1:2]) == "AVG"
         if is_mean and (scale := self._scale(group.members)) != 1.0:
             work.wait()

@@ -43,7 +43,7 @@ DDP_SETTING = """
 from functools import partial
 from megatron.core import distributed
 distributed.DistributedDataParallelConfig = partial(
-    distributed.DistributedDataParallelConfig, average_in_collective=True
+    distributed.DistributedDataParallelConfig, reduce_scatter_with_fp32_accumulation=True
 )
 """
 OTHER_SETTINGS = """
@@ -115,8 +115,8 @@ BAD: dict[str, tuple[JobSpec, str, str]] = {
     ),
     "setting of the DDP": (
         JobSpec(sabotage=DDP_SETTING),
-        "average_in_collective is True",
-        "carries False: after a loss replicas run unequal numbers",
+        "reduce_scatter_with_fp32_accumulation is True",
+        "carries False: it sums by an all-to-all of its own",
     ),
 }
 

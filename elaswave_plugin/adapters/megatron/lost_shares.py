@@ -23,8 +23,14 @@ class LostShares:
         self._worker = worker
         # Whether the script of this worker has asked how many there are, and how many replicas.
         self._is_width_asked = self._are_replicas_asked = False
+        # Whether it sums over workers in its loop; otherwise it shows what is its own.
+        self._are_summed = False
         self.are_reported = False
         """Whether the last call's were losses, so that whatever is summed of them is right."""
+
+    def note_sum(self) -> None:
+        """Note that the script sums over workers in its loop."""
+        self._are_summed = True
 
     def ask_width(self) -> None:
         """Note that the script asks in its loop how many workers there are."""
@@ -58,11 +64,12 @@ class LostShares:
         ``are_sums``: whether they are over all replicas already. Collective over WORLD.
         """
         divides_by_workers = self._is_width_asked and not self._are_replicas_asked
-        told = gathered([divides_by_workers or are_sums, *mine.items()])
-        every = {number: one for _, *items in told for number, one in items}
+        told = gathered([self._are_summed, divides_by_workers or are_sums, *mine.items()])
+        every = {number: one for _, _, *items in told for number, one in items}
         own = [every[number] for number in of(replica)]
         sizes = {size for report in every.values() for size in _sizes(report)}
-        are_wanted = self.are_missing and not any(is_other for is_other, *_ in told)
+        are_summed, are_others = (any(one[place] for one in told) for place in (0, 1))
+        are_wanted = self.are_missing and are_summed and not are_others
         self.are_reported = are_wanted and sizes <= {1}
         for lost in self._mine() if are_wanted and sizes <= {1, 2} else ():
             # None are left of batches that only their worker had.

@@ -144,7 +144,8 @@ class OwnLoop(ElasticJob):
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
         loop = CallLog(steps, knowledge=told, passes=True)
         loop.after_recovery += [ScriptRun(self._worker).follow, self._tell_first]
-        return loop, LoopBody(loop, self._calls, scale=self.shares.scale)
+        body = LoopBody(loop, self._calls, scale=self.shares.scale, on_sum=self.shares.note_sum)
+        return loop, body
 
     def _tell_first(self) -> None:
         """Say, once, what nobody does while the first worker of the launch is gone."""
