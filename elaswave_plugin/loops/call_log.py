@@ -83,11 +83,7 @@ class CallLog:
     """The calls of one worker's script."""
 
     def __init__(
-        self,
-        steps: GuardedSteps,
-        *,
-        knowledge: Knowledge | None = None,
-        passes: bool = False,
+        self, steps: GuardedSteps, *, knowledge: Knowledge | None = None, passes: bool = False
     ) -> None:
         """``knowledge``: what is told to a worker that comes later; without it, nothing is.
 

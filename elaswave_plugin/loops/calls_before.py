@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.loops.loop_body import gathered_into
+from elaswave_plugin.loops.loop_body import gathered_into, shapes_of
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.values.plain import decode, encode
 
@@ -48,19 +48,13 @@ class CallsBefore:
 
     def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Make a call, and keep what it returns, or have it return what was kept."""
-        links = self._worker.links
-        links.body = None
-        try:
+        worker = self._worker
+        with worker.links.with_body(None):
             work = start(*args)
-            if call in _ALIKE and {*group.members} == {*self._worker.view.ranks} and self._is_own():
+            if call in _ALIKE and {*group.members} == {*worker.view.ranks} and self._is_own():
                 work.wait()
                 tensors = gathered_into(args) if call == "allgather" else work.result()
-                if self._worker.detached:
-                    self._fill(call, tensors)
-                else:
-                    self._keep(call, tensors)
-        finally:
-            links.body = self
+                (self._fill if worker.detached else self._keep)(call, tensors)
         return work
 
     def interrupted(self, call: str) -> None:
@@ -75,11 +69,7 @@ class CallsBefore:
     def _fill(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
         """Have a call return what the others' did; another call is as the worker alone has it."""
         known, kept = self._kept.popleft() if self._kept else ("", None)
-        if kept is None or known != call or _shapes(kept) != _shapes(tensors):
+        if kept is None or known != call or shapes_of(kept) != shapes_of(tensors):
             return
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.detach().copy_(value)
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
-    return [one.shape for one in tensors]

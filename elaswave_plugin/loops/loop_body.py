@@ -6,8 +6,8 @@ so do all. So are those of some workers, among who is left of them: after a reco
 one tells its result. Any other collective that a loss interrupts ends the job with a sentence.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -55,23 +55,13 @@ class LoopBody:
         """Begin the body, which lasts until the script ends."""
         self._worker.links.body = self
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
+    def open(self) -> AbstractContextManager[None]:
         """Inside, the body runs."""
-        self._worker.links.body = self
-        try:
-            yield
-        finally:
-            self._worker.links.body = None
+        return self._worker.links.with_body(self)
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self) -> AbstractContextManager[None]:
         """Inside, a verb of the job runs, in the body or not."""
-        before, self._worker.links.body = self._worker.links.body, None
-        try:
-            yield
-        finally:
-            self._worker.links.body = before
+        return self._worker.links.with_body(None)
 
     def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Complete a call through any number of losses; returns its Work.
@@ -141,7 +131,7 @@ class LoopBody:
         _, results = self._completed.get(group.group_name, (0, None))
         if source not in among.members:
             tensors = _tensors(args)
-            if results is not None and _shapes(results) == _shapes(tensors):
+            if results is not None and shapes_of(results) == shapes_of(tensors):
                 for tensor, value in zip(tensors, results, strict=True):
                     tensor.detach().copy_(value)
             if group.group_name not in self._orphaned:
@@ -164,8 +154,9 @@ class LoopBody:
         return self._completed.get(group.group_name, (0, None))[0]
 
     def _complete(self, group: Any, work: Any) -> None:
-        results = [one.detach().clone() for one in work.result()]
-        kept = results if sum(one.nbytes for one in results) <= LARGEST else None
+        results = work.result()
+        is_kept = sum(one.nbytes for one in results) <= LARGEST
+        kept = [one.detach().clone() for one in results] if is_kept else None
         self._completed[group.group_name] = self._made(group) + 1, kept
 
     def _tell(self) -> None:
@@ -254,7 +245,8 @@ def _waited(work: Any) -> Any:
     return work
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+def shapes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """Return the shape of each."""
     return [one.shape for one in tensors]
 
 

@@ -39,8 +39,8 @@ def _is_before_a_load() -> bool:
     return False
 
 
-def _asks_itself() -> bool:
-    """Return whether a function is called by a framework, not by the script."""
+def _is_of_a_framework() -> bool:
+    """Return whether the function that asks is called by a framework, not by the script."""
     asker = sys._getframe(2).f_globals.get("__name__", "")
     return asker.startswith(("megatron.core.", "torch.", "elaswave_plugin."))
 
@@ -166,7 +166,7 @@ class ScriptStart:
     ) -> Callable[..., int]:
         @wraps(native)
         def get(group: Any) -> int:
-            if self._loop is None or _asks_itself():
+            if self._loop is None or _is_of_a_framework():
                 return native(group)
             self._loop.shares.ask_replicas()
             return of_members(self._worker.groups.made_of(group))
@@ -176,7 +176,7 @@ class ScriptStart:
     def _of_launch(self, native: Callable[..., int], *, name: str) -> Callable[..., int]:
         @wraps(native)
         def get(*args: Any, **kwargs: Any) -> int:
-            if _asks_itself():
+            if _is_of_a_framework():
                 return native(*args, **kwargs)
             loop = self._loop
             if name == "world_size" and loop is not None:

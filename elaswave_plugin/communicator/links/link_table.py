@@ -101,6 +101,15 @@ class LinkTable:
 
     # ---- epochs ------------------------------------------------------------------------------
 
+    @contextmanager
+    def with_body(self, body: Body | None) -> Iterator[None]:
+        """Inside, calls are those of this body."""
+        before, self.body = self.body, body
+        try:
+            yield
+        finally:
+            self.body = before
+
     def open_epoch(self, epoch: int, addresses: Mapping[int, str]) -> None:
         """Enter a committed epoch whose members listen at `addresses` (slot -> "host:port").
 

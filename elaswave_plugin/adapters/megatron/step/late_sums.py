@@ -4,13 +4,11 @@ After a loss workers run unequal numbers of micro-batches, so that such calls do
 passes run. A script reads their results nowhere but in the report.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 from torch.utils import _pytree
 
 from elaswave_plugin.communicator.groups.work import ElasticWork
@@ -84,7 +82,8 @@ class LateSums:
             output, loss = result
 
             def called(*given: Any, **named: Any) -> Any:
-                with self._aside():
+                self._made = []
+                with self._links.with_body(self):
                     outputs = loss(*given, **named)
                 return self._noted(outputs) if self._made else outputs
 
@@ -92,23 +91,12 @@ class LateSums:
 
         return step
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        self._made = []
-        before, self._links.body = self._links.body, self
-        try:
-            yield
-        finally:
-            self._links.body = before
-
     def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Leave an all-reduce of the replicas for later; make any other call."""
         if call != "allreduce" or self._members(group) != self._members(self._group):
             return self.note(group, call, args, lambda *given: start(group))
         (tensor,) = args[0] if isinstance(args[0], list | tuple) else args[:1]
-        opts = args[1] if len(args) > 1 else ReduceOp.SUM
-        wanted = getattr(opts, "reduceOp", opts)
-        kind = getattr(getattr(wanted, "op", wanted), "name", str(wanted))
+        kind = group.reduction(*args[1:2])
         if kind not in dict(_FOLDS) or not tensor.is_contiguous():
             raise ConfigurationError(
                 f"the loss function's all_reduce is a {kind} of a tensor with the strides"
@@ -121,16 +109,8 @@ class LateSums:
 
     def note(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Make a call."""
-        with self._native():
+        with self._links.with_body(None):
             return start(*args)
-
-    @contextmanager
-    def _native(self) -> Iterator[None]:
-        before, self._links.body = self._links.body, None
-        try:
-            yield
-        finally:
-            self._links.body = before
 
     def interrupted(self, call: str) -> None:
         """A loss has met a call: the passes run again."""
