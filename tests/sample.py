@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from tests.proofs import proof_of, struck
 
 SAMPLE = "ELASWAVE_SAMPLE"
 PARTS = 8
-# A file with more fault tests than these is dealt out whole; of others, the families are.
+# A file with more cases of fault tests than these is dealt out whole; of others, the families are.
 SMALL_FILE = 3
 # Its field `part` is the part that all runs draw.
 DURATIONS = Path(__file__).with_name("durations.json")
-# A test with the numbers of its sampled parameters; it has an item for every other parameter.
+# A test with the numbers of its sampled parameters, and an item for every other parameter; an item
+# of a test that has none of these.
 Case = tuple[str, tuple[int, ...]]
 Cases = dict[Case, list[pytest.Item]]
 
@@ -102,12 +104,12 @@ def parts_of(items: Sequence[pytest.Item], always: Collection[str]) -> dict[str,
 
 def decks_of(items: Sequence[pytest.Item]) -> dict[str, Cases]:
     """Return what is dealt out: the cases of large files, and those of families in other files."""
-    tests: dict[str, set[str]] = {}
-    for item in items:
-        if item.get_closest_marker("fault") is not None:
-            test = item.nodeid.partition("[")[0]
-            tests.setdefault(test.partition("::")[0], set()).add(test)
-    large = {file for file, some in tests.items() if len(some) > SMALL_FILE}
+    counts = Counter(
+        item.nodeid.partition("::")[0]
+        for item in items
+        if item.get_closest_marker("fault") is not None
+    )
+    large = {file for file, count in counts.items() if count > SMALL_FILE}
     decks: dict[str, Cases] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -115,7 +117,7 @@ def decks_of(items: Sequence[pytest.Item]) -> dict[str, Cases]:
         numbers = tuple(mark.args[0] for mark in item.iter_markers("sampled"))
         if file in large or numbers:
             deck = decks.setdefault(file if file in large else test, {})
-            deck.setdefault((test, numbers), []).append(item)
+            deck.setdefault((test if numbers else item.nodeid, numbers), []).append(item)
     return decks
 
 

@@ -13,17 +13,27 @@ from elaswave_plugin.agent import process_states
 from elaswave_plugin.agent.process_states import ProcessorWaits
 
 WATCHED_S = 1.0
-COMPUTE = "import os; os.sched_setaffinity(0, {0})\nwhile True: sum(range(10000))"
-SLEEP = "import time; time.sleep(60)"
+BEGUN = "print(flush=True)\n"
+COMPUTE = f"import os; os.sched_setaffinity(0, {{0}})\n{BEGUN}while True: sum(range(10000))"
+SLEEP = f"import time\n{BEGUN}time.sleep(60)"
+
+
+def begun(*scripts: str) -> list[subprocess.Popen[str]]:
+    """Start processes; returns once each of them does what it is for."""
+    command, pipe = [sys.executable, "-c"], subprocess.PIPE
+    found = [subprocess.Popen([*command, one], stdout=pipe, text=True) for one in scripts]
+    for process in found:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline()
+    return found
 
 
 def test_who_waits_for_a_processor_is_told_from_who_sleeps() -> None:
     processor = min(os.sched_getaffinity(0))
     compute = COMPUTE.replace("{0}", f"{{{processor}}}")
-    scripts = [compute, compute, compute, compute, SLEEP]
-    processes = [subprocess.Popen([sys.executable, "-c", script]) for script in scripts]
+    processes = begun(compute, compute, compute, compute, SLEEP)
     try:
-        time.sleep(WATCHED_S)  # until they have begun
         begun_s, waits, looked_s = time.monotonic() - WATCHED_S, {}, {}
         for process in processes:
             waits[process.pid], looked_s[process.pid] = ProcessorWaits(), time.monotonic()
@@ -48,10 +58,9 @@ def test_a_wait_that_lasts_is_counted_before_it_is_over() -> None:
     processor = min(os.sched_getaffinity(0))
     compute = COMPUTE.replace("{0}", f"{{{processor}}}")
     starved = compute.replace("; os.sched", "; os.nice(19); os.sched")
-    processes = [subprocess.Popen([sys.executable, "-c", one]) for one in [starved, *[compute] * 8]]
+    processes = begun(starved, *[compute] * 8)
     waits, pid = ProcessorWaits(), processes[0].pid
     try:
-        time.sleep(WATCHED_S)  # until they have begun
         begun_s = time.monotonic() - WATCHED_S
         found, until_s = [waits.since(begun_s, pid)], time.monotonic() + 2 * WATCHED_S
         while time.monotonic() < until_s:
