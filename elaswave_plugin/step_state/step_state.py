@@ -223,6 +223,15 @@ class StepState:
         yield
         self.put_back(kept)
 
+    def is_as_begun(self, step: int) -> bool:
+        """Return whether passes of a step have changed nothing that they may change."""
+        before = self._before.get(step, {}) | self._found.get(step, {})
+        of_passes = {name: part for name, part in self._parts.items() if part.of_passes}
+        return bool(before) and all(
+            _digest_of_kept(part.keep()) == _digest_of_kept(before[name])
+            for name, part in of_passes.items()
+        )
+
     def check(self, step: int) -> None:
         """Raise ConfigurationError for what the passes of this step may not change."""
         for name, one in (self._before[step] | self._found.get(step, {})).items():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from elaswave_plugin.adapters.megatron.state.layer_units import units_of
 from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.state.open_passes import OpenPasses
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_sum
@@ -112,17 +114,22 @@ class MegatronFramework:
         self.adopt()
         # Buckets keep room for it.
         self._largest_width = self._group.size() + worker.spare_width
+        self.kept = KeptSums(worker, self.chunks)
         self.reduction = GradientReduction(
             self.chunks,
+            kept=self.kept,
             slot=worker.slot,
             exact=worker.promises_bits,
             announce=self._announce,
+            check=worker.member.check,
             summing=worker.stopwatch.summing,
         )
         self._expert_biases = ExpertBiases(self.chunks)
         for chunk in self.chunks:
             add_in_one_sum(chunk)
             prepare(chunk)
+            chunk.zero_grad_buffer = self._zeroing(chunk.zero_grad_buffer)
+            chunk.scale_gradients = self._scaling(chunk.scale_gradients)
             chunk.start_param_sync = self._gathering(chunk.start_param_sync)
         gathering = "start_param_sync_for_bucket_group_subset"
         if hasattr(distributed_optimizer, gathering):
@@ -216,6 +223,7 @@ class MegatronFramework:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.state.begin_update()
+            self.kept.before_update()
             self.is_updating = True
             try:
                 result = update(*args, **kwargs) if self._placed else (True, 0.0, None)
@@ -251,6 +259,26 @@ class MegatronFramework:
         if not self._placed:
             self._distributed.grad_scaler.update(bool(skipped))
         return not skipped
+
+    def _zeroing(self, native: Callable[..., None]) -> Callable[..., None]:
+        """Zeroes gradients, but for those that a redo goes on from."""
+
+        @wraps(native)
+        def zero_grad_buffer(*args: Any, **kwargs: Any) -> None:
+            with self.kept.sheltered():
+                native(*args, **kwargs)
+
+        return zero_grad_buffer
+
+    def _scaling(self, native: Callable[..., None]) -> Callable[..., None]:
+        """Scales gradients, behind which a loss has the whole step redone."""
+
+        @wraps(native)
+        def scale_gradients(*args: Any, **kwargs: Any) -> None:
+            self.kept.spoil()
+            native(*args, **kwargs)
+
+        return scale_gradients
 
     def _gathering(self, native: Callable[..., None]) -> Callable[..., None]:
         """Gathers weights, announced; a free worker has none to gather."""
@@ -307,6 +335,7 @@ class MegatronFramework:
         """Drop the interrupted step."""
         self._passes.end()
         self.reduction.drop()
+        self.kept.interrupted()
         for chunk in self.chunks:
             buffers.drop_step(chunk)
         for timer in self._timers():

@@ -219,6 +219,7 @@ class ElasticJob:
             micro_batch_size=self._micro_batch_size,
             seed=self._seed,
             passes_undone=self._state.passes_undone,
+            is_as_begun=self._state.is_as_begun,
             why_whole=self._why_whole,
             whole_replicas=self._buffers.by_replica,
         )

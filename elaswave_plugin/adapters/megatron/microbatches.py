@@ -18,6 +18,7 @@ from elaswave_plugin.adapters.megatron.step import executor
 from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.step.data import in_order
 from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, telling
+from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
@@ -47,6 +48,7 @@ class Microbatches:
         micro_batch_size: int,
         seed: int,
         passes_undone: Callable[[], AbstractContextManager[None]],
+        is_as_begun: Callable[[int], bool],
         why_whole: str | None = None,
         whole_replicas: bool = False,
     ) -> None:
@@ -74,6 +76,8 @@ class Microbatches:
         self._reduced: dict[tuple[int, int, frozenset[int]], Dataflow | PipelineFlow] = {}
         self._in_step = False
         self._enters = True
+        # A step, and the samples of the micro-batches that it has used here.
+        self._used: tuple[int, dict[int, tuple[int, ...]]] = (-1, {})
         if worker.owns_rank_0:
             say_unknown(_reimplemented(models))
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -103,6 +107,10 @@ class Microbatches:
         self._placed = worker.dataflow
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
+        # Whether sums are kept apart from each other, so that what a worker has of them is exact.
+        self._adds_up = worker.promises_bits
+        for model in models.models:
+            model.kept.is_as_begun = is_as_begun
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -149,14 +157,20 @@ class Microbatches:
             self._enters and coordinate is not None and (coordinate.stage, coordinate.tp) == (0, 0)
         )
         if counts and self._in_step and not self._first_step.is_running:
-            self._worker.ledger.emit(
-                "consumed",
-                slot=self._worker.slot,
-                epoch=self._worker.view.epoch,
-                step=step,
-                k=microbatch,
-                samples=list(ids),
-            )
+            self._use(step, microbatch, ids)
+
+    def _use(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
+        if step != self._used[0]:
+            self._used = step, {}
+        self._used[1][microbatch] = ids
+        self._worker.ledger.emit(
+            "consumed",
+            slot=self._worker.slot,
+            epoch=self._worker.view.epoch,
+            step=step,
+            k=microbatch,
+            samples=list(ids),
+        )
 
     def forward_backward(
         self,
@@ -208,17 +222,28 @@ class Microbatches:
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
+            before = () if sums is None else self._standing(sums)
             self.executed, self.reports, self.num_reports = executor.order_of(
-                dealt, worker.slot, micro_batch_size=self._micro_batch_size
+                dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=before
             )
             step = kept.noted(in_order(forward_step, self.executed, starting))
+            if sums is not None and not self._first_step.is_running:
+                if isinstance(dealt, Dataflow) and dealt.is_healthy and self._adds_up:
+                    sums.begin(dealt.contributions(worker.slot)[0])
+                step = sums.noted(step, lambda: kept.take()[-1])
             told.clear()
             step = telling(step, told) if worker.untried else step
             given = {**kwargs, "forward_step_func": step}
+            earlier = [] if sums is None or not before else [*sums.reports]
             reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
-            return kept.take() or reports  # none are kept of a step without a loss function
+            reports = kept.take() or reports  # none are kept of a step without a loss function
+            if sums is not None:
+                sums.reduced()
+            place = self.reports.index(before[0]) if before else 0
+            return [*reports[:place], *earlier, *reports[place:]]
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
+        sums = self._kept_in(bound, flow) if self._in_step and not forward_only else None
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -228,6 +253,32 @@ class Microbatches:
         if not forward_only:
             compare_losses(worker, flow, told, again)
         return reports
+
+    def _kept_in(
+        self, bound: MegatronFramework | None, flow: Dataflow | PipelineFlow
+    ) -> KeptSums | None:
+        """Return where sums of a struck step are kept, in a data-parallel job of one model."""
+        if bound is None or len(self._models.models) > 1 or not isinstance(flow, Dataflow):
+            return None
+        return bound.kept if bound.chunks[0].config.num_moe_experts is None else None
+
+    def _standing(self, sums: KeptSums) -> tuple[int, ...]:
+        """The micro-batches whose sums stand, and that are not run again."""
+        if not sums.stands or self._first_step.is_running:
+            return ()
+        assert sums.contribution is not None
+        found = sums.contribution.microbatches[: sums.done]
+        for microbatch in found:
+            # In this view, too, they are used once, and not read again.
+            self._use(self._worker.completed, microbatch, self._used[1][microbatch])
+        self._worker.events.emit(
+            "sums_kept",
+            slot=self._worker.slot,
+            step=self._worker.completed,
+            epoch=self._worker.view.epoch,
+            microbatches=list(found),
+        )
+        return found
 
     def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:
         """List (micro-batch, slot) of the workers that read it, one a TP group.
@@ -294,6 +345,7 @@ class Microbatches:
             contributions=flow.contributions(worker.slot),
             reduction=bound.reduction,
             model=bound.chunks[0],
+            kept=bound.kept,
         )
         return passes.reports
 

@@ -239,6 +239,7 @@ class LmJob:
             micro_batch_size=args.micro_batch_size,
             seed=self._seed,
             passes_undone=self._passes_undone,
+            is_as_begun=self._state.is_as_begun,
             why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)

@@ -16,10 +16,11 @@ from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import AllToAllOptions, Work
 
 from elaswave_plugin.communicator.groups import term_sums
+from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import ConfigurationError, EpochChanged
 
 # Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
 SLICE_ELEMENTS = 1 << 20
@@ -65,7 +66,9 @@ class GradientReduction:
         *,
         slot: int,
         exact: bool,
+        kept: KeptSums,
         announce: Callable[[str], None],
+        check: Callable[[], None],
         summing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """``summing()``: a block in which the gradients of a step are summed as while healthy."""
@@ -73,7 +76,9 @@ class GradientReduction:
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slot = slot
         self._exact = exact
+        self._kept = kept
         self._announce = announce
+        self._check = check
         self._summing = summing
         self._group = chunks[0].intra_dp_cp_group
         self._native = True
@@ -101,7 +106,7 @@ class GradientReduction:
         for group in (group for chunk in chunks for group in chunk.bucket_groups):
             self._bucket_groups.append(group)
             if group not in known:
-                group.start_grad_sync = self._starting(group.start_grad_sync)
+                group.start_grad_sync = self._starting(group, group.start_grad_sync)
                 group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
                 group.register_grad_ready = self._readying(group, group.register_grad_ready)
 
@@ -215,10 +220,22 @@ class GradientReduction:
 
         return register_grad_ready
 
-    def _starting(self, native: Callable[..., None]) -> Callable[..., None]:
-        def start_grad_sync(force_all_reduce: bool | None = False) -> None:
+    def _starting(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
+        def start(force_all_reduce: bool | None) -> None:
             self._announce("reduce")
+            if self._exact and self._native:
+                for bucket in group.buckets:
+                    self._kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
+                    self._kept.scales(bucket)
             native(force_all_reduce=force_all_reduce)
+
+        def start_grad_sync(force_all_reduce: bool | None = False) -> None:
+            try:
+                start(force_all_reduce)
+            except EpochChanged:
+                # The backward pass that it is a part of is completed, and nothing is reduced.
+                if not self._kept.is_completing:
+                    raise
 
         return start_grad_sync
 
@@ -226,6 +243,7 @@ class GradientReduction:
         def finish_grad_sync(force_all_reduce: bool | None = False) -> None:
             if self._native:
                 with self._summing():
+                    self._check()
                     native(force_all_reduce=force_all_reduce)
             elif not self._exact:
                 # The executor counted no gradients, so nothing was started during the backward.
@@ -255,8 +273,10 @@ class GradientReduction:
         index, cut = self._slices[number]
         bucket = self._buckets()[index]
         me, mine = self._group.rank(), self._in_place.get(self._slot)
-        if mine is not None and cut.start == 0 and bucket.gradient_scaling_factor != 1.0:
-            bucket.grad_data *= bucket.gradient_scaling_factor
+        if mine is not None and cut.start == 0:
+            self._kept.before_reduction(bucket, self._shard(bucket, me))
+            if self._kept.scales(bucket):
+                bucket.grad_data *= bucket.gradient_scaling_factor
         own = self._shard(bucket, me)[cut]
         nothing, arriving = own[:0], {}
         outs, ins = [], []
