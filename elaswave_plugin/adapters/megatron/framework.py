@@ -275,7 +275,7 @@ class MegatronFramework:
 
         @wraps(native)
         def scale_gradients(*args: Any, **kwargs: Any) -> None:
-            self.kept.spoil()
+            self.kept.scaled()
             native(*args, **kwargs)
 
         return scale_gradients

@@ -219,7 +219,7 @@ class ElasticJob:
             micro_batch_size=self._micro_batch_size,
             seed=self._seed,
             passes_undone=self._state.passes_undone,
-            is_as_begun=self._state.is_as_begun,
+            is_as_begun=self._is_as_begun,
             why_whole=self._why_whole,
             whole_replicas=self._buffers.by_replica,
         )
@@ -264,6 +264,10 @@ class ElasticJob:
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         loop = CallLog(steps)
         return loop, LoopBody(loop)
+
+    def _is_as_begun(self, step: int) -> bool:
+        """Return whether passes of a step have left nothing behind but gradients and reports."""
+        return self._state.is_as_begun(step)
 
     def _is_concerned(self) -> bool:
         """Return whether numbers of the script's own may be wrong now."""

@@ -107,10 +107,10 @@ class Microbatches:
         self._placed = worker.dataflow
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
-        # Whether sums are kept apart from each other, so that what a worker has of them is exact.
-        self._adds_up = worker.promises_bits
-        for model in models.models:
-            model.kept.is_as_begun = is_as_begun
+        (*_, last) = models.models
+        has_experts = last.chunks[0].config.num_moe_experts is not None
+        if worker.promises_bits and len(models.models) == 1 and not has_experts:
+            last.kept.is_as_begun = is_as_begun
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -222,13 +222,13 @@ class Microbatches:
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
-            before = () if sums is None else self._standing(sums)
+            before = () if sums is None else self._kept_of(sums)
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=before
             )
             step = kept.noted(in_order(forward_step, self.executed, starting))
             if sums is not None and not self._first_step.is_running:
-                if isinstance(dealt, Dataflow) and dealt.is_healthy and self._adds_up:
+                if isinstance(dealt, Dataflow) and dealt.is_healthy:
                     sums.begin(dealt.contributions(worker.slot)[0])
                 step = sums.noted(step, lambda: kept.take()[-1])
             told.clear()
@@ -239,11 +239,13 @@ class Microbatches:
             reports = kept.take() or reports  # none are kept of a step without a loss function
             if sums is not None:
                 sums.reduced()
+            # They are complete in the order in which they are reported.
             place = self.reports.index(before[0]) if before else 0
             return [*reports[:place], *earlier, *reports[place:]]
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
-        sums = self._kept_in(bound, flow) if self._in_step and not forward_only else None
+        adds_up = self._in_step and not forward_only and isinstance(flow, Dataflow)
+        sums = bound.kept if bound is not None and adds_up else None
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -254,30 +256,12 @@ class Microbatches:
             compare_losses(worker, flow, told, again)
         return reports
 
-    def _kept_in(
-        self, bound: MegatronFramework | None, flow: Dataflow | PipelineFlow
-    ) -> KeptSums | None:
-        """Return where sums of a struck step are kept, in a data-parallel job of one model."""
-        if bound is None or len(self._models.models) > 1 or not isinstance(flow, Dataflow):
-            return None
-        return bound.kept if bound.chunks[0].config.num_moe_experts is None else None
-
-    def _standing(self, sums: KeptSums) -> tuple[int, ...]:
-        """The micro-batches whose sums stand, and that are not run again."""
-        if not sums.stands or self._first_step.is_running:
-            return ()
-        assert sums.contribution is not None
-        found = sums.contribution.microbatches[: sums.done]
+    def _kept_of(self, sums: KeptSums) -> tuple[int, ...]:
+        """Return the micro-batches of a struck step that are not run again."""
+        found = () if self._first_step.is_running else sums.take_stand()
         for microbatch in found:
-            # In this view, too, they are used once, and not read again.
+            # In this view, too, they are used once; they are not read again.
             self._use(self._worker.completed, microbatch, self._used[1][microbatch])
-        self._worker.events.emit(
-            "sums_kept",
-            slot=self._worker.slot,
-            step=self._worker.completed,
-            epoch=self._worker.view.epoch,
-            microbatches=list(found),
-        )
         return found
 
     def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:

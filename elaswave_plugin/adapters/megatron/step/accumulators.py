@@ -21,17 +21,18 @@ class GradAccumulators:
         in_place: int | None,
         await_sent: Callable[[], None],
         kept: int | None = None,
+        spare: list[torch.Tensor] | None = None,
     ) -> None:
         """``in_place``: the contribution whose gradients stay in the native buffers, if one does.
 
         ``await_sent`` returns once released buffers may be written again; ``kept``: the
-        contribution of which the native buffers have a part already.
+        contribution of which the native buffers have a part already; ``spare``: memory like them.
         """
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._home = [buffer.grad_data for buffer in self._buffers]
         self._in_place, self._await_sent = in_place, await_sent
         self._of: dict[int, list[torch.Tensor]] = {} if kept is None else {kept: self._home}
-        self._spare: list[list[torch.Tensor]] = []
+        self._spare: list[list[torch.Tensor]] = [] if spare is None else [spare]
 
     def select(self, contribution: int) -> None:
         """Accumulate into the buffers of a contribution (by its first micro-batch) from now on."""

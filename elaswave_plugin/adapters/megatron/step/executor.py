@@ -120,7 +120,7 @@ def run_contributions(
     They go on from what is ``kept`` of a struck step.
     """
     config = model.config
-    if kept.stands:
+    if kept.goes_on:
         _go_on(passes, contributions=contributions, reduction=reduction, model=model, kept=kept)
         return
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -128,6 +128,9 @@ def run_contributions(
     if apart:
         reduction.begin()
     for index, contribution in enumerate(contributions):
+        ships = apart and not (contribution.whole and contribution is contributions[-1])
+        if apart and not ships:
+            kept.begin(contribution)
         for order, _ in enumerate(contribution.microbatches):
             output, tokens = passes.run(order)
             num_tokens += tokens
@@ -135,9 +138,6 @@ def run_contributions(
                 # What was added up before has left during the forward pass.
                 reduction.await_sent()
                 model.zero_grad_buffer()
-            ships = apart and not (contribution.whole and contribution is contributions[-1])
-            if apart and not ships and not order:
-                kept.begin(contribution)
             is_last = order == len(contribution.microbatches) - 1
             # Inside, no bucket is reduced; what is zeroed forgets that.
             with (
@@ -157,19 +157,19 @@ def _go_on(
     kept: KeptSums,
 ) -> None:
     """Run what is missing: other contributions in memory of their own, the kept one in its place."""
-    config, own, done = model.config, kept.contribution, kept.done
+    config, own, last = model.config, kept.contribution, contributions[-1]
     assert own is not None
+    done = len(kept.done)
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     for tokens in kept.tokens:
         num_tokens += tokens
-    kept.go_on()
     reduction.begin()
-    last = contributions[-1]
     with GradAccumulators(
         [model],
         in_place=last.microbatches[0] if last.whole else None,
         await_sent=reduction.await_sent,
         kept=own.microbatches[0],
+        spare=kept.room,
     ) as accumulators:
         for contribution in contributions:
             accumulators.select(contribution.microbatches[0])

@@ -1,14 +1,14 @@
-"""The gradient sums of a struck step that a survivor has, kept for its redo.
+"""The gradient sums of a struck step that a survivor has, from which its redo goes on.
 
-A loss takes what the lost worker had added up, and no other worker's sums: whoever is interrupted
-completes the backward pass that it is in, and its redo goes on behind the micro-batches that are
-complete. What a reduction overwrites of its own sums, its shard of each bucket, is copied first.
-Each worker decides this by itself: the deal, and the order of sums, are the same either way.
+A loss takes what the lost worker had added up, and nothing of the others' sums. Whoever is
+interrupted completes the backward pass that it is in, and then runs only what is missing. What a
+reduction overwrites of a worker's own sums, its shard of each bucket, is copied before. Each worker
+decides by itself whether it goes on: the deal and the order of sums are the same either way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,68 +16,76 @@ from torch.autograd import Variable
 
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution
+from elaswave_plugin.recovery.relief import words_of
 from elaswave_plugin.recovery.worker import Worker
 
 
+class _Shard(NamedTuple):
+    """This worker's shard of a bucket, as it was before the reduction; ``factor``: still due."""
+
+    place: torch.Tensor
+    copy: torch.Tensor
+    factor: float
+
+
 class KeptSums:
-    """What the gradient buffers of a model hold of its last step, micro-batch by micro-batch."""
+    """What the gradient buffers of a model have added up in a step, micro-batch by micro-batch."""
 
     def __init__(self, worker: Worker, chunks: Sequence[DistributedDataParallel]) -> None:
         self._worker = worker
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-        self.is_as_begun: Callable[[int], bool] = lambda step: False
-        """Whether passes of a step have changed nothing else that is carried; set by who knows."""
+        self.is_as_begun: Callable[[int], bool] | None = None
+        """Whether passes of a step have changed nothing else that is carried; None: keep none."""
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is kept of what the buffers hold."""
+        """Nothing of what the buffers hold is kept."""
         self.contribution: Contribution | None = None
         self.reports: list[Any] = []
+        """Those of the micro-batches that are complete."""
         self.tokens: list[Any] = []
+        self.room: list[torch.Tensor] | None = None
+        """Other gradient buffers, for what is added up beside what is kept."""
+        self.goes_on = False
+        """Whether the call that runs goes on from what is kept."""
         self._step = self._epoch = -1
-        self._is_whole = True
+        # Why nothing is kept, if so.
+        self._why_not: str | None = None
         self._in_backward = self._counts = False
-        # By bucket: its shard of this worker, and a copy from before its reduction.
-        self._own: dict[int, tuple[torch.Tensor, torch.Tensor, float]] = {}
+        self._shards: dict[int, _Shard] = {}
+        # Buckets that were multiplied by their factor.
         self._scaled: set[int] = set()
         self._versions: list[int] | None = None
 
     @property
-    def done(self) -> int:
-        """Micro-batches of the contribution that are complete."""
+    def done(self) -> tuple[int, ...]:
+        """The micro-batches that are complete."""
+        return () if self.contribution is None else self.contribution.microbatches[: self._count]
+
+    @property
+    def _count(self) -> int:
         return len(self.reports)
 
     # ---- while a step runs ----------------------------------------------------------------------
 
     def begin(self, contribution: Contribution) -> None:
-        """Passes of a contribution begin, whose sum is to stay in the buffers."""
+        """Passes begin that add up a contribution in the buffers, which is to stay there."""
+        if self.is_as_begun is None:
+            return
         step, epoch = self._worker.completed, self._worker.view.epoch
         if (self._step, self._epoch) == (step, epoch):
-            # A second call of the step, behind which the sums of the first are gone.
-            self._is_whole = False
+            self._why_not = "forward_backward trains the model more than once in a step"
             return
         self.forget()
         self.contribution = contribution
         self._step, self._epoch, self._counts = step, epoch, True
 
-    def go_on(self) -> None:
-        """Passes go on from what is kept."""
-        assert self.stands
-        self._epoch, self._counts, self._versions = self._worker.view.epoch, True, None
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Inside, passes add to other memory."""
-        before, self._counts = self._counts, False
-        yield
-        self._counts = before
-
     def noted(
         self, forward_step: Callable[..., Any], newest: Callable[[], Any]
     ) -> Callable[..., Any]:
-        """Return the forward step of passes, whose backward passes are counted.
+        """Return the forward step of passes, of which those that are complete are counted.
 
-        ``newest()``: the report of the last one, once its backward pass is complete.
+        ``newest()``: the report of the last one, once its backward pass is over.
         """
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -87,62 +95,70 @@ class KeptSums:
 
             def watched(*values: Any, **named: Any) -> Any:
                 outputs = loss_function(*values, **named)
-                tokens = outputs[1] if len(outputs) == 3 else 0
-                self._watch(outputs[0], lambda: (newest(), tokens))
+                self._watch(outputs[0], newest, tokens=outputs[1] if len(outputs) == 3 else 0)
                 return outputs
 
             return output, watched
 
         return step
 
-    def _watch(self, loss: torch.Tensor, complete: Callable[[], tuple[Any, Any]]) -> None:
+    def _watch(self, loss: torch.Tensor, newest: Callable[[], Any], *, tokens: Any) -> None:
         def end() -> None:
-            report, tokens = complete()
-            self.reports.append(report)
+            self.reports.append(newest())
             self.tokens.append(tokens)
-            self._in_backward = False
-            self._worker.member.go_on(False)
+            self._complete_first(False)
 
         def begin(gradient: torch.Tensor) -> None:
-            self._in_backward = True
-            self._worker.member.go_on(True)
+            self._complete_first(True)
+            # Called when the whole backward pass is over.
             engine: Any = Variable._execution_engine
             engine.queue_callback(end)
 
         if loss.requires_grad:
             loss.register_hook(begin)
 
+    def _complete_first(self, wanted: bool) -> None:
+        self._in_backward = wanted
+        self._worker.member.go_on(wanted)
+
     @property
     def is_completing(self) -> bool:
         """True while a backward pass is completed although a view is proposed."""
         return self._in_backward and self._worker.member.goes_on
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Inside, passes add to other memory."""
+        self._counts = False
+        yield
+        self._counts = True
+
     def before_reduction(self, bucket: Any, shard: torch.Tensor) -> None:
-        """Keep this worker's shard of a bucket, over which its reduced one is written."""
-        if self.contribution is not None and id(bucket) not in self._own:
+        """Copy this worker's shard of a bucket, over which the reduced one is written."""
+        if self.contribution is not None and id(bucket) not in self._shards:
             factor = 1.0 if id(bucket) in self._scaled else bucket.gradient_scaling_factor
-            self._own[id(bucket)] = shard, shard.clone(), factor
+            self._shards[id(bucket)] = _Shard(shard, shard.clone(), factor)
 
     def scales(self, bucket: Any) -> bool:
-        """Return whether a bucket is still to be multiplied by its factor, which comes now."""
+        """Return whether a bucket is now to be multiplied by its factor, which is done once."""
         is_due = bucket.gradient_scaling_factor != 1.0 and id(bucket) not in self._scaled
         self._scaled.add(id(bucket))
         return is_due
 
     def reduced(self) -> None:
-        """The call is over: what changes gradients until the update is the script's own."""
-        self._counts = False
+        """The call is over: what changes gradients from now on is the script's own."""
+        self._counts = self.goes_on = False
         self._versions = self._present_versions()
 
     def before_update(self) -> None:
         """The optimizer begins its step."""
         if self._versions is not None and self._versions != self._present_versions():
-            self._is_whole = False
+            self._why_not = "gradients are changed between forward_backward and the update"
         self._versions = None
 
-    def spoil(self) -> None:
-        """All sums are changed by hand."""
-        self._is_whole = False
+    def scaled(self) -> None:
+        """All gradients are multiplied, as by the number of tokens."""
+        self._why_not = "gradients were scaled by the number of tokens"
 
     def _present_versions(self) -> list[int]:
         return [buffer.grad_data._version for buffer in self._buffers]
@@ -152,39 +168,83 @@ class KeptSums:
     def interrupted(self) -> None:
         """A recovery begins: have the own sums whole again, if they can be."""
         self._worker.member.go_on(False)
-        if self.contribution is None:
+        if self.contribution is None or self.is_as_begun is None:
             return
         self.before_update()
-        self._is_whole &= not self._in_backward and self.is_as_begun(self._step)
-        self._in_backward = self._counts = False
-        for number, (shard, copy, factor) in self._own.items():
-            shard.copy_(copy)
-            if number in self._scaled and factor != 1.0:
-                shard *= factor
-        self._own.clear()
+        if self._in_backward:
+            self._why_not = "a backward pass took too long to be completed"
+        elif not self._count:
+            self._why_not = "no micro-batch was complete"
+        elif self._why_not is None and not self.is_as_begun(self._step):
+            self._why_not = "passes have changed other state of the step"
+        self._in_backward = self._counts = self.goes_on = False
+        for place, copy, factor in self._shards.values():
+            place.copy_(copy)
+            if factor != 1.0:
+                place *= factor
+        self._shards.clear()
 
     @property
     def stands(self) -> bool:
         """True if this step goes on from what is kept, as the present deal has it."""
         flow, worker = self._worker.dataflow, self._worker
         return (
-            self._is_whole
-            and self.done > 0
+            self.contribution is not None
+            and self._why_not is None
             and self._step == worker.completed
             and self._epoch < worker.view.epoch
             and isinstance(flow, Dataflow)
             and not flow.is_healthy
             and not worker.untried
             and self.contribution in flow.contributions(worker.slot)
-            # Others scale what is sent to them.
+            # Whoever gets a contribution multiplies it.
             and (not self._scaled or self.contribution == flow.in_place(worker.slot))
         )
 
+    def take_stand(self) -> tuple[int, ...]:
+        """Return the micro-batches that are not run again, and say so, or why there are none."""
+        worker = self._worker
+        if not 0 <= self._epoch < worker.view.epoch or self._step != worker.completed:
+            return ()
+        stands = self.stands and self._has_room()
+        worker.events.emit(
+            "sums_kept",
+            slot=worker.slot,
+            step=worker.completed,
+            epoch=worker.view.epoch,
+            microbatches=list(self.done) if stands else [],
+            why_not=self._why_not,
+        )
+        if not stands:
+            return ()
+        self._epoch, self._versions = worker.view.epoch, None
+        self.goes_on = self._counts = True
+        return self.done
+
+    def _has_room(self) -> bool:
+        """Take memory for other contributions, if there are any."""
+        flow = self._worker.dataflow
+        assert isinstance(flow, Dataflow)
+        try:
+            if len(flow.contributions(self._worker.slot)) > 1 and self.room is None:
+                self.room = [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
+        except (MemoryError, RuntimeError) as error:
+            if words_of(error) is None:
+                raise
+            self._why_not = "there was no memory for other gradients beside them"
+            for buffer in self._buffers:
+                buffer.grad_data.zero_()
+        return self._why_not is None
+
     @contextmanager
     def sheltered(self) -> Iterator[None]:
-        """Inside, gradients are zeroed: what stands is not touched, and all else is forgotten."""
+        """Inside, gradients are zeroed: what stands is not touched, and all else is forgotten.
+
+        A call in which passes count zeroes what it has added up before them.
+        """
         if not self.stands:
-            self.forget()
+            if not self._counts:
+                self._let_go()
             yield
             return
         whole = [buffer.grad_data for buffer in self._buffers]
@@ -195,3 +255,10 @@ class KeptSums:
         finally:
             for buffer, one in zip(self._buffers, whole, strict=True):
                 buffer.grad_data = one
+
+    def _let_go(self) -> None:
+        """Forget all, but for the reason in a redo, which is still to be said."""
+        step, epoch, why_not = self._step, self._epoch, self._why_not
+        self.forget()
+        if why_not is not None:
+            self._step, self._epoch, self._why_not = step, epoch, why_not

@@ -15,8 +15,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import AllToAllOptions, Work
 
-from elaswave_plugin.communicator.groups import term_sums
 from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
+from elaswave_plugin.communicator.groups import term_sums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
