@@ -108,8 +108,7 @@ class Microbatches:
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
         (*_, last) = models.models
-        has_experts = last.chunks[0].config.num_moe_experts is not None
-        if worker.promises_bits and len(models.models) == 1 and not has_experts:
+        if worker.promises_bits and len(models.models) == 1 and _adds_gradients_only(last):
             last.kept.is_as_begun = is_as_begun
 
     @property
@@ -400,6 +399,13 @@ class Microbatches:
             micro_batch_size=micro_batch_size,
         )
         return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
+
+
+def _adds_gradients_only(model: MegatronFramework) -> bool:
+    """Return whether passes of a micro-batch add up gradients, and neither count nor gather."""
+    chunk = model.chunks[0]
+    has_experts = chunk.config.num_moe_experts is not None
+    return not has_experts and not chunk.ddp_config.overlap_param_gather
 
 
 def _reimplemented(models: BoundModels) -> list[Row]:
