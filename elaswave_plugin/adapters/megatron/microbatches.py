@@ -192,14 +192,10 @@ class Microbatches:
             worker.begin_flow(flow)
             self._placed = flow
 
-        def starting(iterator: Any, chunk: Any, samples: Samples) -> None:
-            self._enters = bound is not None and chunk is bound.chunks[0]
-            begin(iterator, chunk, samples)
-
         def again(microbatches: tuple[int, ...]) -> list[int]:
             self._in_step, retold = False, list[int]()
             pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-            step = telling(in_order(forward_step, pieces, starting), retold)
+            step = telling(in_order(forward_step, pieces, starting, self._passed), retold)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
             assert bound is not None
             with bound.passes_repeated():
@@ -211,7 +207,7 @@ class Microbatches:
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size
             )
-            step = kept.noted(in_order(forward_step, self.executed, starting))
+            step = kept.noted(in_order(forward_step, self.executed, starting, self._passed))
             told.clear()
             step = telling(step, told) if worker.untried else step
             given = {**kwargs, "forward_step_func": step}
@@ -219,6 +215,7 @@ class Microbatches:
             return kept.take() or reports  # none are kept of a step without a loss function
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
+        starting = partial(self._start, begin, bound, forward_only)
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -227,7 +224,26 @@ class Microbatches:
             reports = run(flow)
         if not forward_only:
             compare_losses(worker, flow, told, again)
+            if self.reports_losses:
+                worker.observe("reported", self.reports, reports)
         return reports
+
+    def _start(
+        self,
+        begin: Begin,
+        bound: MegatronFramework | None,
+        forward_only: bool,
+        iterator: Any,
+        chunk: Any,
+        samples: Samples,
+    ) -> None:
+        """A forward pass begins."""
+        self._enters = bound is not None and chunk is bound.chunks[0]
+        begin(iterator, chunk, samples)
+        self._worker.observe("pass_begun", *samples, chunk, iterator, forward_only)
+
+    def _passed(self) -> None:
+        self._worker.observe("passed")
 
     def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:
         """List (micro-batch, slot) of the workers that read it, one a TP group.
