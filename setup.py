@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 PATCHES = "elaswave_plugin.patches"
+BASH = ("tree-sitter>=0.25", "tree-sitter-bash>=0.25,<0.26")
 DOCS = ("mkdocs-material==9.8.2",)
 TEST = (
     # The private parts of accelerate that we replace are known for this version only.
@@ -62,13 +63,15 @@ setup(
         "megatron": ["megatron-core>=0.16.1,<0.20"],
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         "wandb": ["wandb"],
+        # `elaswave doctor` reads launch scripts of bash by it.
+        "bash": list(BASH),
         # Megatron-Core also uses apex when it finds it. Its kernels are built from source (the
         # name on the package index is another project), so it is not listed here:
         # pip install --no-build-isolation git+https://github.com/NVIDIA/apex
         "gpu": ["transformer-engine[pytorch]", "nvidia-ml-py"],
         "docs": list(DOCS),
         # Building the site is a test.
-        "test": [*DOCS, *TEST],
+        "test": [*BASH, *DOCS, *TEST],
     },
     entry_points={
         "console_scripts": [

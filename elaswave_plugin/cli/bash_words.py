@@ -4,56 +4,76 @@ Variables and arrays are expanded in the order of their assignments. Of a condit
 known here the first branch is taken, and of a loop one round.
 """
 
-import ast
 import operator
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from elaswave_plugin.cli.bash_lexer import Assigned, Command, Part, Word, commands_of
+from elaswave_plugin.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
 
 # Stands for what only a run would tell: an argument of the script, the output of a command.
 UNKNOWN = "\N{WHITE QUESTION MARK ORNAMENT}"
-_ARITHMETIC = (
-    (ast.Add, operator.add),
-    (ast.Sub, operator.sub),
-    (ast.Mult, operator.mul),
-    (ast.Div, operator.floordiv),
-    (ast.FloorDiv, operator.floordiv),
-    (ast.Mod, operator.mod),
+# In a text: between two words, and where something quoted begins, which is a word even if empty.
+_CUT, _QUOTE = "\0", "\1"
+# Of arithmetic and of tests: its sign and its number of operands, what they are, what it does.
+_OPERATORS: tuple[tuple[str, int, type, Callable[..., Any]], ...] = (
+    ("=", 2, str, operator.eq),
+    ("==", 2, str, operator.eq),
+    ("!=", 2, str, operator.ne),
+    ("-z", 1, str, operator.not_),
+    ("-n", 1, str, operator.truth),
+    ("-eq", 2, int, operator.eq),
+    ("-ne", 2, int, operator.ne),
+    ("-gt", 2, int, operator.gt),
+    ("-ge", 2, int, operator.ge),
+    ("-lt", 2, int, operator.lt),
+    ("-le", 2, int, operator.le),
+    ("+", 2, int, operator.add),
+    ("-", 2, int, operator.sub),
+    ("-", 1, int, operator.neg),
+    ("*", 2, int, operator.mul),
+    ("/", 2, int, operator.floordiv),
+    ("%", 2, int, operator.mod),
 )
-# Of texts, and of whole numbers.
-_OF_TEXT = (("=", operator.eq), ("==", operator.eq), ("!=", operator.ne))
-_OF_NUMBERS = (
-    ("-eq", operator.eq),
-    ("-ne", operator.ne),
-    ("-gt", operator.gt),
-    ("-ge", operator.ge),
-    ("-lt", operator.lt),
-    ("-le", operator.le),
+# What tree-sitter-bash 0.25 does not read as bash does -> what it does; <...> is to be filled in.
+_PLAINER = (
+    (r"\r\n", "\n"),
+    (r"\\\n", " "),
+    (r"(?<!\\)\$([A-Za-z_]\w*|\d)", r"${\1}"),
+    (r"`#[^`\n]*`", ""),
+    (r"`[^`\n]*`", "$(:)"),
+    (r"(?m)^(\s*\w+=)<.*", r"\1"),
 )
+_FURTHER = ("elif_clause", "else_clause")
+# Commands that are no part of the story: they make a word of another one.
+_RUN_ELSEWHERE = ("command_substitution", "process_substitution")
 
 
-def training_words(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return the words of the command that trains, from the script's name on; empty without one.
+def training_command(text: str) -> tuple[list[str], list[str]]:
+    """Return the words of the command that trains: before the script's name, and from it on.
 
-    It is the command of a Python script with the most options.
+    It is the command of a Python script with the most options; both are empty without one. Raises
+    ConfigurationError where the parser is not installed.
     """
-    return training_command(text, environment)[1]
-
-
-def training_command(
-    text: str, environment: Mapping[str, str] | None = None
-) -> tuple[list[str], list[str]]:
-    """Return the words of the same command, those before the script's name apart."""
-    shell = _Shell(dict(environment or {}))
-    launcher: list[str] = []
-    found: list[str] = []
-    for command in commands_of(text):
-        before, words = _at_script(shell.run(command))
-        if words and _num_options(words) >= _num_options(found):
-            launcher, found = before, words
-    return launcher, found
+    try:
+        import tree_sitter_bash
+        from tree_sitter import Language, Parser
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a launch script of bash is read with {error.name}, which is not installed, wanted"
+            " `pip install tree-sitter tree-sitter-bash`"
+        ) from None
+    for pattern, plain in _PLAINER:
+        text = re.sub(pattern, plain, text)
+    shell = _Shell()
+    shell.run(Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node)
+    found = [_at_script(words) for words in reversed(shell.commands)]
+    return max(found, key=lambda one: (bool(one[1]), _num_options(one[1])), default=([], []))
 
 
 def _num_options(words: Sequence[str]) -> int:
@@ -70,7 +90,7 @@ def _at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
                 flat += word.split()
         else:
             flat.append(word)
-    if not flat or flat[0] in ("echo", "printf", "cat", "cp", "sed", "ls", "rm", "export"):
+    if not flat or flat[0] in ("echo", "printf", "cat", "cp", "sed", "ls", "rm"):
         return [], []
     for at, word in enumerate(flat):
         if word.endswith(".py") and not word.startswith("-"):
@@ -79,167 +99,149 @@ def _at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class _Shell:
-    def __init__(self, variables: dict[str, str]) -> None:
-        self._variables = {name: [value] for name, value in variables.items()}
-        # Of each open condition: whether its branch is taken now, and whether one was.
-        self._branches: list[tuple[bool, bool]] = []
-        self._case: list[str] = []
+    def __init__(self) -> None:
+        self._variables: dict[str, list[str]] = {}
+        self.commands: list[list[str]] = []
 
-    def run(self, command: Command) -> list[str]:
-        """Take in a command; returns its words, none where it is not run."""
-        words = list(command.words)
-        first = _plain(words[0]) if words else ""
-        while first in ("then", "do", "else", "elif", "fi", "{", "}", "done", "esac", "!", "time"):
-            self._structure(first)
-            words = words[1:]
-            if first == "elif":
-                return self._condition(words)
-            first = _plain(words[0]) if words else ""
-        if first == "if":
-            self._branches.append((True, False))
-            return self._condition(words[1:])
-        if not all(taken for taken, _ in self._branches):
-            return []
-        if first == "for" and len(words) > 3:
-            values = self._expand_all(words[3:])
-            self._variables[_plain(words[1])] = values[:1]
-            return []
-        for one in command.assigned:
-            self._assign(one)
-        return self._expand_all(words)
+    def run(self, node: "Node") -> None:
+        """Take in a part of a script, with the commands in it."""
+        inside = node.named_children
+        if node.type == "variable_assignment":
+            self._assign(node)
+            return
+        if node.type == "command":
+            parts = [*node.children_by_field_name("name"), *node.children_by_field_name("argument")]
+            self.commands.append(self._words(parts))
+            inside = [one for one in inside if one not in parts]
+        elif node.type == "file_redirect" and self.commands:
+            # Its name comes first; what follows is of the command again.
+            self.commands[-1] += self._words(node.children_by_field_name("destination")[1:])
+        elif node.type == "if_statement":
+            inside = self._branch(node)
+        elif node.type == "for_statement":
+            values = self._words(node.children_by_field_name("value"))
+            self._variables[_source(inside[0])] = values[:1]
+        for one in inside:
+            if one.type not in _RUN_ELSEWHERE:
+                self.run(one)
 
-    def _structure(self, word: str) -> None:
-        if word == "else" and self._branches:
-            _, had = self._branches[-1]
-            self._branches[-1] = (not had, True)
-        elif word == "fi" and self._branches:
-            self._branches.pop()
+    def _branch(self, node: "Node") -> "list[Node]":
+        """Return what a condition and its further ones have run."""
+        others = [one for one in node.named_children if one.type in _FURTHER]
+        if node.type == "else_clause" or self._holds(node.named_children[0]):
+            return [one for one in node.named_children if one not in others]
+        return next(filter(None, map(self._branch, others)), [])
 
-    def _condition(self, words: Sequence[Word]) -> list[str]:
-        _, had = self._branches[-1] if self._branches else (True, False)
-        if not self._branches:
-            return []
-        takes = not had and self._holds(self._expand_all(words))
-        self._branches[-1] = (takes, had or takes)
-        return []
-
-    def _holds(self, words: list[str]) -> bool:
+    def _holds(self, node: "Node") -> bool:
         """Return whether a condition holds; what cannot be known does."""
-        words = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
-        if words[:1] == ["!"]:
-            return not self._holds(words[1:])
-        if UNKNOWN in "".join(words):
-            return True
+        if node.type == "test_command" and node.named_children:
+            return self._holds(node.named_children[0])
+        signs = [one.type for one in node.children if not one.is_named]
+        if node.type == "negated_command" or (node.type, signs) == ("unary_expression", ["!"]):
+            return not self._holds(node.named_children[-1])
+        if signs in (["&&"], ["||"]):
+            return (all if signs == ["&&"] else any)(map(self._holds, node.named_children))
         try:
-            if len(words) == 2 and words[0] in ("-z", "-n"):
-                return bool(words[1]) == (words[0] == "-n")
-            if len(words) == 1 and words[0] in ("-z", "-n"):
-                return words[0] == "-z"
-            if len(words) == 3 and (compares := dict(_OF_TEXT).get(words[1])):
-                return bool(compares(words[0], words[2]))
-            if len(words) == 3 and (orders := dict(_OF_NUMBERS).get(words[1])):
-                return bool(orders(int(words[0]), int(words[2])))
-        except ValueError:
+            return bool(self._evaluated(node))
+        except (LookupError, ArithmeticError, ValueError):
             return True
-        return True
 
-    def _assign(self, one: Assigned) -> None:
-        values = self._expand_all(one.values) if one.is_array else [self._joined(one.values[0])]
-        before = self._variables.get(one.name, [])
-        if one.adds and one.is_array:
-            values = [*before, *values]
-        elif one.adds:
-            values = ["".join(before[:1]) + values[0], *before[1:]]
-        self._variables[one.name] = values
+    def _evaluated(self, node: "Node") -> Any:
+        """Return the value of a test or of arithmetic; raises where only a run tells it."""
+        if node.type == "binary_expression":
+            left, sign, *right = node.children  # a pattern is of several parts
+            other = "".join(str(self._evaluated(one)) for one in right)
+            return _operated(sign, self._evaluated(left), other)
+        if node.type == "unary_expression":
+            sign, operand = node.children
+            return _operated(sign, self._evaluated(operand))
+        if node.type == "parenthesized_expression":
+            return self._evaluated(node.named_children[0])
+        if node.type == "variable_name":
+            return "".join(self._variables[_source(node)][:1])
+        (text,) = self._words([node])
+        if UNKNOWN in text:
+            raise ValueError(text)
+        return text
 
-    def _joined(self, word: Word) -> str:
+    def _assign(self, node: "Node") -> None:
+        name, sign = (_source(one) for one in node.children[:2])
+        value = node.child_by_field_name("value")
+        before = self._variables.get(name, []) if sign == "+=" else []
+        if value is not None and value.type == "array":
+            values = [*before, *self._words(value.named_children)]
+        else:
+            added = "" if value is None else self._joined(value)
+            values = ["".join(before[:1]) + added, *before[1:]]
+        self._variables[name] = values
+
+    def _words(self, nodes: "Iterable[Node]") -> list[str]:
+        """Expand words, which unquoted variables may cut into several."""
+        text = _CUT.join(self._text(one) for one in nodes if one.type != "comment")
+        return [word.replace(_QUOTE, "") for word in text.split(_CUT) if word]
+
+    def _joined(self, node: "Node") -> str:
         """Return the value of a word without cutting it."""
+        return self._text(node, quoted=True).replace(_CUT, " ").replace(_QUOTE, "")
+
+    def _text(self, node: "Node", *, quoted: bool = False) -> str:
+        source = _source(node)
+        if node.type.endswith(("expansion", "substitution")):
+            # The parser counts blanks before it as its own.
+            blanks = source[: len(source) - len(source.lstrip())]
+            return blanks + self._expanded(node, quoted=quoted)
+        if node.type == "string":
+            return _QUOTE + self._texts(node.children, quoted=True)
+        if node.type == "raw_string":
+            return _QUOTE + re.sub(r"\$\{(\w+)\}", r"$\1", source[1:-1])
+        if not node.children:
+            return re.sub(r'"$|\\(.)', r"\1", source, flags=re.S)
+        return self._texts(node.children, quoted=quoted)
+
+    def _texts(self, nodes: "list[Node]", *, quoted: bool) -> str:
+        """Return the texts of parts that follow each other, with the blanks between them."""
         return "".join(
-            " ".join(self._value(part.text)) if part.expands else part.text for part in word
+            " " * (one.start_byte - before.end_byte) + self._text(one, quoted=quoted)
+            for before, one in pairwise([*nodes[:1], *nodes])
         )
 
-    def _expand_all(self, words: Sequence[Word]) -> list[str]:
-        return [one for word in words for one in self._expand(word)]
-
-    def _expand(self, word: Word) -> list[str]:
-        """Expand one word, which unquoted variables may cut into several."""
-        done: list[str] = []
-        open_word: str | None = None
-        for part in word:
-            pieces, cuts_before, cuts_after = self._pieces(part)
-            for index, piece in enumerate(pieces):
-                if open_word is not None and (index > 0 or cuts_before):
-                    done.append(open_word)
-                    open_word = None
-                open_word = piece if open_word is None else open_word + piece
-            if cuts_after and open_word is not None:
-                done.append(open_word)
-                open_word = None
-        return done if open_word is None else [*done, open_word]
-
-    def _pieces(self, part: Part) -> tuple[list[str], bool, bool]:
-        if not part.expands:
-            return [part.text], False, False
-        values = self._value(part.text)
-        if part.quoted:
-            is_list = part.text == "@" or part.text.endswith("[@]}")
-            return (values if is_list else [" ".join(values)]), False, False
-        text = " ".join(values)
-        return text.split(), text[:1].isspace(), text[-1:].isspace()
-
-    def _value(self, expression: str) -> list[str]:
-        """Return the value of what stands behind a dollar."""
-        if expression.startswith("(("):
-            return [self._arithmetic(expression.strip("()"))]
-        if expression.startswith("("):
-            return [UNKNOWN]
-        inner = expression[1:-1] if expression.startswith("{") else expression
-        found = re.fullmatch(r"(#?)([A-Za-z_]\w*|[\d@*?$!#-])(\[[^]]*\])?(.*)", inner, re.S)
-        if found is None:
-            return [UNKNOWN]
-        count, name, index, rest = found.groups()
-        values = self._variables.get(name)
-        if count:
-            return [str(len(values or []))]
-        if values is not None and index and index[1:-1].isdigit():
-            values = values[int(index[1:-1]) :][:1]
-        default = re.fullmatch(r"(:?[-=+?])(.*)", rest, re.S)
-        if default is not None:
-            is_set = values is not None and (":" not in default[1] or any(values))
-            if default[1].endswith("+"):
-                return [self._text(default[2])] if is_set else []
-            if not is_set and not default[1].endswith("?"):
-                values = [self._text(default[2])]
-        if values is None:
-            return [UNKNOWN] if name.isdigit() or name in "@*?$!" else []
-        return values if default is not None or not rest else [UNKNOWN]
-
-    def _text(self, text: str) -> str:
-        """Expand a default as a word of its own."""
-        commands = list(commands_of(f"x {text}"))
-        words = commands[0].words[1:] if commands else ()
-        return " ".join(self._expand_all(words))
-
-    def _arithmetic(self, text: str) -> str:
-        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: self._number(m[1]), text)
-        try:
-            return str(_evaluate(ast.parse(known.strip(), mode="eval").body))
-        except (ValueError, SyntaxError, ZeroDivisionError, KeyError):
+    def _expanded(self, node: "Node", *, quoted: bool) -> str:
+        """Return the value of an expression behind a dollar."""
+        if node.type == "arithmetic_expansion":
+            try:
+                return str(int(self._evaluated(node.named_children[0])))
+            except (LookupError, ArithmeticError, ValueError):
+                return UNKNOWN
+        if node.type.endswith("substitution") or not node.named_children:
             return UNKNOWN
+        name, _, index = _source(node.named_children[0]).removesuffix("]").partition("[")
+        sign = node.child_by_field_name("operator")
+        operation = "" if sign is None else _source(sign)
+        values = self._variables.get(name)
+        if values is not None and index.isdigit():
+            values = values[int(index) :][:1]
+        if sign is not None and operation == "#" == node.children[1].type:
+            return str(len(values or []))
+        is_set = values is not None and (":" not in operation or any(values))
+        kind = operation.removeprefix(":")
+        if sign is not None and kind in (("+",) if is_set else ("-", "=")):
+            rest = node.children[node.children.index(sign) + 1 : -1]
+            text = self._texts(rest, quoted=quoted)
+        elif kind not in ("", "-", "=", "?"):
+            text = "" if kind == "+" else UNKNOWN
+        elif values is None:
+            is_special = node.named_children[0].type == "special_variable_name"
+            text = UNKNOWN if is_special or name.isdigit() else ""
+        else:
+            text = (_CUT if quoted and "@" in (name, index) else " ").join(values)
+        return text if quoted else re.sub(r"\s+", _CUT, text)
 
-    def _number(self, name: str) -> str:
-        return "".join(self._variables.get(name, [UNKNOWN])[:1])
+
+def _operated(sign: "Node", *operands: Any) -> Any:
+    signs = {(text, count): (kind, work) for text, count, kind, work in _OPERATORS}
+    kind, work = signs[_source(sign), len(operands)]
+    return work(*map(kind, operands))
 
 
-def _evaluate(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp):
-        return int(dict(_ARITHMETIC)[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand)
-    raise ValueError("no arithmetic of whole numbers")
-
-
-def _plain(word: Word) -> str:
-    return "".join(part.text for part in word)
+def _source(node: "Node") -> str:
+    return (node.text or b"").decode()

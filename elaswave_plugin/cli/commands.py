@@ -380,10 +380,6 @@ def doctor(
             help="Launch script of bash, YAML recipe, or configuration of DeepSpeed or Accelerate.",
         ),
     ] = None,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Records of launches: print the share of answers."),
-    ] = None,
     megatron_lm: Annotated[
         Path | None,
         typer.Option(
@@ -412,9 +408,9 @@ def doctor(
     from elaswave_plugin.errors import PatchMismatchError
 
     options = {"--megatron-lm": megatron_lm, "--workers": workers, "--json": as_json}
-    examination.check_options({"LAUNCH": launch, "--corpus": corpus, **options})
-    if launch is not None or corpus is not None:
-        return _examine_launch(launch, corpus, workers, as_json)
+    examination.check_options({"LAUNCH": launch, **options})
+    if launch is not None:
+        return _examine_launch(launch, workers, as_json)
 
     findings = examination.examine(examination.find_checkout(megatron_lm))
     if as_json:
@@ -427,17 +423,12 @@ def doctor(
     return 0
 
 
-def _examine_launch(
-    launch: Path | None, corpus: Path | None, workers: int | None, as_json: bool
-) -> int:
+def _examine_launch(launch: Path, workers: int | None, as_json: bool) -> int:
     from rich.console import Console
 
     from elaswave_plugin.cli import launch_doctor
     from elaswave_plugin.cli.launch_files import read_launch
 
-    if corpus is not None:
-        return launch_doctor.show_corpus(launch_doctor.read_corpus(corpus), Console())
-    assert launch is not None
     read = read_launch(launch)
     if workers is not None:
         read = replace(read, workers=workers)

@@ -30,12 +30,8 @@ FITS, HOOK, GONE, ABSENT, NO_CHECKOUT, MISMATCH = (
     "mismatch",
 )
 
-# By what is examined: a corpus, a launch, or else what is installed.
-_OBEYED = (
-    ("--corpus", ("--corpus",)),
-    ("LAUNCH", ("LAUNCH", "--workers", "--json")),
-    ("", ("--megatron-lm", "--json")),
-)
+# Without a launch, and with one.
+_OBEYED = (("--megatron-lm", "--json"), ("LAUNCH", "--workers", "--json"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +52,13 @@ class Finding:
 def check_options(given: Mapping[str, object]) -> None:
     """Raise ConfigurationError for an option that has no effect beside the others."""
     names = [name for name, value in given.items() if value]
-    kind = next((name for name in ("--corpus", "LAUNCH") if name in names), "")
+    is_launch = "LAUNCH" in names
     for name in names:
-        if name not in dict(_OBEYED)[kind]:
-            beside = f"with {kind}" if kind else "without LAUNCH"
-            raise ConfigurationError(f"{name} is given {beside}, and has no effect; leave it out")
+        if name not in _OBEYED[is_launch]:
+            beside = "with" if is_launch else "without"
+            raise ConfigurationError(
+                f"{name} is given {beside} LAUNCH, and has no effect; leave it out"
+            )
 
 
 def find_checkout(path: Path | None) -> Path | None:

@@ -28,7 +28,7 @@ _CONSTANTS = (("true", True), ("false", False), ("none", None), ("null", None))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The settings of a launch in one file, or in one record of a corpus."""
+    """The settings of a launch."""
 
     script: str = ""
     """The Python script; empty where a recipe names none."""
@@ -106,14 +106,6 @@ def arguments_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         name = by_option.get(plain, plain.removeprefix("--").replace("-", "_"))
         found[name] = _value(value)
     return found
-
-
-def of_record(record: Mapping[str, Any]) -> Launch:
-    """A record of a corpus: "flags" of Megatron-LM, or a "config" of DeepSpeed."""
-    if "config" in record:
-        return Launch(deepspeed=record["config"])
-    script = str(record.get("script", "")).rpartition(":")[2]
-    return Launch(script=script, arguments=arguments_of(record["flags"]))
 
 
 def _by_option() -> dict[str, str]:

@@ -80,6 +80,7 @@ class GuardedSteps:
         worker, step = self.worker, self.worker.completed
         self._signals.begin_step()
         self.state.begin(step)
+        worker.observe("begun", step, self.state.repeats_bodies)
         absent = [one for one in self._changes if one.slot not in worker.view.ranks]
         arrives = any(one.arrives and one.step == step for one in absent)
         try:
@@ -130,24 +131,30 @@ class GuardedSteps:
         """
         # A proposal waits for announced work; silence inside a step is fenced.
         self.worker.member.announce(phase)
+        self.worker.observe("announced", phase)
+        result = None
         try:
             self.worker.phases.enter(phase)
             # It may change weights for a while, as averages of them do.
             self.worker.state.leave_seal()
-            return (
+            result = (
                 self._failed_saves.attempt(work, self.works_done) if phase == SAVE_PHASE else work()
             )
+            return result
         finally:
             self.worker.member.announce(None)
+            self.worker.observe("returned", phase, result)
 
     def finish_work(self) -> None:
         """The own part of a work between steps is done: leave it together with the others."""
         dist.barrier()
         self.works_done += 1
+        self.worker.observe("worked", self.works_done - 1)
         self.worker.phases.between_steps()
 
     def recover(self) -> None:
         """Take part in the recovery after an interruption."""
+        self.worker.observe("interrupted")
         again = partial(recover, self.worker, self._framework)
         again()
         guarded(self._restored, again)

@@ -37,6 +37,7 @@ from elaswave_plugin.recovery.relief import Relief
 from elaswave_plugin.recovery.slow_workers import SlowWorkers, asked_last
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.stopwatch import Stopwatch
+from elaswave_plugin.rehearsed import observer, unobserved
 from elaswave_plugin.snapshot.restore import read_capsule
 from elaswave_plugin.tracking.events import EventLog
 from elaswave_plugin.trainer.broken_links import BrokenLinks
@@ -72,6 +73,9 @@ class Worker:
         self.reserve = read_reserve(environ)
         """So many workers may join beyond those of the launch."""
         self._tp, self._pp = model_parallel
+        self._environ = environ
+        self.observe: Callable[..., None] = unobserved
+        """Told of each step and its passes, once the framework is bound."""
         self.events = self._log("events.jsonl")
         self.ledger = self._log("ledger.jsonl")
         self.steps = self._log("steps.jsonl")
@@ -360,6 +364,7 @@ class Worker:
         self._smaller: dict[int, Flow] = {}
         self._describe_layout()
         self.state.open(self.view, self.placement, alignment=framework.shard_alignment)
+        self.observe = observer(self._environ, self, framework)
 
     def _describe_layout(self) -> None:
         layout = self.placement.described()
@@ -482,6 +487,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the job as done."""
+        self.observe("closed")
         self.state.finish_seal()
         self.member.finish(self.completed)
         logs = (self.events, self.ledger, self.steps)

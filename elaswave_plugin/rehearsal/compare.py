@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,11 +234,7 @@ class Reference:
             if value not in known[moment, what]
             and (known[moment, what] or not isinstance(value, str) or "." not in value)
         )
-        first: dict[str, Difference] = {}
-        for one in _differing(self._notes, notes):
-            if one.numbers:
-                first.setdefault(one.name.partition("[")[0], one)
-        return list(first.values())
+        return _each_once([one for one in _differing(self._notes, notes) if one.numbers])
 
     def of_survivors(self, run: RunRecords) -> list[Difference]:
         """List counts of the script that a worker which stayed has otherwise, each once.
@@ -254,10 +250,7 @@ class Reference:
             for one in run.of_launch().notes()
             if len(values[one[1]]) > 1 and _is_count(one[3]) and all(map(_is_count, values[one[1]]))
         )
-        first: dict[str, Difference] = {}
-        for one in _differing(self._notes, notes):
-            first.setdefault(one.name.partition("[")[0], one)
-        return list(first.values())
+        return _each_once(_differing(self._notes, notes))
 
     def restricted(self, twin: RunRecords) -> "Reference":
         """The values of the twin, for all that is alike on all workers in the undisturbed run."""
@@ -311,6 +304,12 @@ def _differing(
         )
         for key in ordered
     ]
+
+
+def _each_once(found: Sequence[Difference]) -> list[Difference]:
+    """The first difference of each variable, in order."""
+    first = {one.name.partition("[")[0]: one for one in reversed(found)}
+    return list(first.values())[::-1]
 
 
 def _is_count(value: Any) -> bool:

@@ -34,6 +34,16 @@ _CACHES = (
 _WAS_THERE = "-"
 # What may be done to a folder that is there, and to what is no file.
 _MAKES = ("opens for writing", "makes")
+# Event -> the paths among its arguments: where each is, where its folder's descriptor is, and what
+# is done.
+_CHANGES: tuple[tuple[str, tuple[tuple[int, int | None, str], ...]], ...] = (
+    ("os.mkdir", ((0, 2, "makes"),)),
+    ("os.remove", ((0, 1, "removes"),)),
+    ("os.rmdir", ((0, 1, "removes"),)),
+    ("shutil.rmtree", ((0, 1, "removes"),)),
+    ("os.rename", ((0, 2, "renames"), (1, 3, "replaces"))),
+    ("os.truncate", ((0, None, "cuts"),)),
+)
 # Module, function that writes, and the argument that is the file. Of safetensors it is what its own
 # functions call, which others have imported by name.
 _OPENERS = (
@@ -41,6 +51,13 @@ _OPENERS = (
     ("safetensors.torch", "serialize_file", 1, "filename"),
     ("safetensors.numpy", "serialize_file", 1, "filename"),
 )
+
+
+def begin(path: str) -> None:
+    """The script of this process is about to run, in the rehearsal's run that ``path`` orders."""
+    order = RunOrder.read(Path(path))
+    switch_off_trackers(order.saves)
+    FileGuard(order).install()
 
 
 OFF = (("wandb", "off"), ("wandb_project", "elaswave"), ("tensorboard", None))
@@ -62,6 +79,7 @@ class FileGuard:
         mine = (str(order.folder), temporary, inductor)
         self._free = (*mine, "/dev/", "/proc/", "/sys/", *_caches())
         self._overwrites = order.overwrites
+        self._changes = dict(_CHANGES)
         self._asking = False
 
     def install(self) -> None:
@@ -77,18 +95,10 @@ class FileGuard:
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
         if self._asking:
             return
-        if event == "open" and _is_writing(args):
+        if event == "open" and is_writing(args[2] if args[1] is None else args[1]):
             self.ask(args[0])
-        elif event == "os.mkdir":
-            self.ask(_placed(args[0], args[2]), "makes")
-        elif event in ("os.remove", "os.rmdir", "shutil.rmtree"):
-            self.ask(_placed(*args[:2]), "removes")
-        elif event == "os.rename":
-            source, target, source_fd, target_fd = args
-            self.ask(_placed(source, source_fd), "renames")
-            self.ask(_placed(target, target_fd), "replaces")
-        elif event == "os.truncate":
-            self.ask(args[0], "cuts")
+        for path, folder, verb in self._changes.get(event, ()):
+            self.ask(_placed(args[path], None if folder is None else args[folder]), verb)
 
     def _asked_first(
         self, native: Callable[..., Any], position: int, keyword: str
@@ -174,15 +184,11 @@ def _placed(path: Any, folder: int | None) -> Any:
     return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
 
 
-def _is_writing(args: tuple[Any, ...]) -> bool:
-    """Return whether an "open" event writes.
-
-    ``args``: of the event: path, mode, flags; mode is None for ``os.open``.
-    """
-    _, mode, flags = args
-    if isinstance(mode, str):
-        return any(letter in mode for letter in "wax+")
-    return bool(isinstance(flags, int) and flags & _WRITES)
+def is_writing(how: str | int) -> bool:
+    """Return whether a file is opened for writing, by a mode or by flags."""
+    if isinstance(how, int):
+        return bool(how & _WRITES)
+    return any(letter in how for letter in "wax+")
 
 
 def _is_file(path: str) -> bool:

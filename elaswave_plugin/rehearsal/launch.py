@@ -18,7 +18,7 @@ LOOK_INTERVAL_S = 0.05
 _LAST_LINES = 15
 # What a worker says that came back and left again; that the job ends for it is said later.
 _CAME_BACK = ", started again: "
-_ALWAYS = ("torch", "numpy", "pydantic", "elaswave_plugin.rehearsal.trainer")
+_ALWAYS = ("torch", "numpy", "pydantic", "elaswave_plugin.rehearsal.record")
 # What a script imports -> what its trainers need, imported once.
 _PRELOADED = (
     (

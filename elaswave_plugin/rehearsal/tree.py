@@ -1,7 +1,8 @@
 """The changes under a folder between two looks at it."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _SKIPPED = ("__pycache__", ".git")
@@ -10,22 +11,14 @@ Look = Mapping[str, tuple[int, int, int]]
 
 def look_at(folder: Path) -> Look:
     """Inode, size and time of change of each file, by its path from the folder."""
-    return dict(_files(str(folder), ""))
-
-
-def _files(folder: str, name: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    try:
-        entries = list(os.scandir(os.path.join(folder, name)))
-    except OSError:
-        return
-    for entry in entries:
-        path = os.path.join(name, entry.name)
-        if entry.is_dir(follow_symlinks=False):
-            if entry.name not in _SKIPPED:
-                yield from _files(folder, path)
-        elif entry.is_file(follow_symlinks=False):
-            found = entry.stat(follow_symlinks=False)
-            yield path, (found.st_ino, found.st_size, found.st_mtime_ns)
+    look: dict[str, tuple[int, int, int]] = {}
+    for where, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        for path in (os.path.join(where, name) for name in files):
+            with suppress(OSError):
+                found = os.lstat(path)
+                look[os.path.relpath(path, folder)] = found.st_ino, found.st_size, found.st_mtime_ns
+    return look
 
 
 def changed(before: Look, after: Look) -> list[str]:

@@ -87,7 +87,7 @@ def guarded(reporter: Reporter, work: Callable[[], None], *, ours: Sequence[str]
     show_few_warnings(os.environ)
     try:
         if REHEARSAL in os.environ:
-            import_module("elaswave_plugin.rehearsal.trainer").begin(os.environ[REHEARSAL])
+            import_module("elaswave_plugin.rehearsal.files").begin(os.environ[REHEARSAL])
         work()
     except (SystemExit, KeyboardInterrupt):
         raise

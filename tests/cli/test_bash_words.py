@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli.bash_words import UNKNOWN, training_words
+from elaswave_plugin.cli.bash_words import UNKNOWN, training_command
 
 VARIABLES = """
 GPUS=8
@@ -42,6 +42,13 @@ CALLS = {
     "single": "python pretrain_gpt.py --data '$MODEL' --b=\"$GPUS $NODES\"",
     "eval": 'CALL="python pretrain_gpt.py $MODEL --eval"; eval $CALL',
     "piped": "python pretrain_gpt.py --a $WORLD 2>&1 | tee log",
+    "placed": "SEED=3; python pretrain_gpt.py --save $PRECISION/$SEED.out '$A' ${X-a  b}$NODES",
+    "chosen": 'python pretrain_gpt.py ${NODES:+--x "$NODES" "" } ${NONE:+--y} --z=${#ARGS[@]}',
+    "redirected": "python pretrain_gpt.py --a > log --b 2>&1",
+    "in a loop": 'for one in $GPUS; do python pretrain_gpt.py --n "${ARGS[1]}" --n$one; done',
+    "patterns": 'if [[ "$NODES" == *"8"* || ! -n "$GPUS" ]]; then MODEL=; fi\n'
+    "python pretrain_gpt.py $MODEL",
+    "heredoc": "cat <<END\npython pretrain_gpt.py --a --b\nEND\npython pretrain_gpt.py --a `# b`",
     "glued": 'python pretrain_gpt.py --save=dir/"$PRECISION"-${GPUS}x/$NODES $EMPTY --x',
 }
 # Prints the words behind the script's name, in place of running it.
@@ -64,17 +71,17 @@ def test_words_are_those_that_bash_gives_to_the_script(call: str, tmp_path: Path
     )
     by_bash = out.read_text().splitlines()
     assert by_bash[0] == "pretrain_gpt.py"
-    assert training_words(script) == by_bash
+    assert training_command(script)[1] == by_bash
 
 
 def test_what_only_a_run_tells_is_marked() -> None:
     text = "SAVE=$1/run\nNOW=$(date)\npython pretrain_gpt.py --save $SAVE --name x-$NOW --lr 1\n"
-    words = training_words(text)
+    _, words = training_command(text)
     assert words[:3] == ["pretrain_gpt.py", "--save", f"{UNKNOWN}/run"]
     assert UNKNOWN in words[4] and words[5:] == ["--lr", "1"]
 
 
 def test_the_command_with_the_most_options_is_the_one_that_trains() -> None:
     text = "python tools/check.py --a\npython pretrain_gpt.py --a --b\npython done.py\n"
-    assert training_words(text)[0] == "pretrain_gpt.py"
-    assert training_words("echo python pretrain_gpt.py --a\n") == []
+    assert training_command(text)[1][0] == "pretrain_gpt.py"
+    assert training_command("echo python pretrain_gpt.py --a\n") == ([], [])

@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import corpus
+from benchmarks.corpus import of_record
 from elaswave_plugin.adapters.answers import Answer, worst
 from elaswave_plugin.adapters.megatron_lm.script_arguments import check_arguments
 from elaswave_plugin.adapters.megatron_lm_settings import settings
 from elaswave_plugin.cli.launch_doctor import answers_of
-from elaswave_plugin.cli.launch_files import arguments_of, of_record, read_launch
+from elaswave_plugin.cli.launch_files import arguments_of, read_launch
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.errors import ConfigurationError
 
@@ -152,6 +155,17 @@ def test_what_is_no_launch_is_one_sentence(
     assert run_command(["doctor", str(tmp_path / "absent.sh")]) == 2
 
 
+def test_only_a_bash_script_wants_the_parser(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    assert run_command(["doctor", str(launch(tmp_path, ""))]) == 2
+    said = capsys.readouterr().err
+    assert "wanted `pip install tree-sitter tree-sitter-bash`" in said and said.count("\n") == 1
+    (tmp_path / "recipe.yaml").write_text("use_distributed_optimizer: true\n")
+    assert run_command(["doctor", str(tmp_path / "recipe.yaml")]) == 0
+
+
 def test_every_repository_of_a_corpus_counts_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,8 +177,11 @@ def test_every_repository_of_a_corpus_counts_the_same(
         {"repo": "other", "driver": "megatron-bridge", "flags": {}},
     ]
     (tmp_path / "corpus.json").write_text(json.dumps(records))
-    assert run_command(["doctor", "--corpus", str(tmp_path / "corpus.json")]) == 0
+    assert corpus.main([str(tmp_path / "corpus.json")]) == 0
     said = capsys.readouterr().out
     assert "11 records of 2 repositories; 1 another loop, not counted" in said
     assert "9  45.0 %  attach (not refused)" in said
     assert "2  55.0 %     2  --qk-clip" in said
+    (tmp_path / "corpus.json").write_text('[{"flags": {}}]')
+    assert corpus.main([str(tmp_path / "corpus.json")]) == 2
+    assert "holds no list of records" in capsys.readouterr().err

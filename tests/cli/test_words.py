@@ -87,8 +87,6 @@ def test_a_doctor_refuses_what_the_job_refuses(
     [
         (["doctor", "--workers", "4"], "--workers is given without LAUNCH, and has no effect"),
         (["doctor", "a.sh", "--megatron-lm", "."], "--megatron-lm is given with LAUNCH, and has"),
-        (["doctor", "--corpus", "a.json", "--json"], "--json is given with --corpus, and has no"),
-        (["doctor", "a.sh", "--corpus", "a.json"], "LAUNCH is given with --corpus, and has no"),
         (["plan", "--split-backward", "always"], "--split-backward is always, and a plan splits"),
         (["run", "--rdzv-last-call", "3", __file__], "--rdzv-last-call is set, and --rdzv-dir or"),
         (["run", "--zygote=z", "--preload=torch", __file__], "--preload is 'torch' and --zygote"),

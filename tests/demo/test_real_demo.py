@@ -14,6 +14,7 @@ import pytest
 from elaswave_plugin.config import Kill
 from elaswave_plugin.observer.observer import summarize
 from elaswave_plugin.observer.run import read_run
+from tests.idle import completed
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -39,7 +40,7 @@ def ratio_on_to_off(folder: Path) -> float:
 def test_real_demo_survives_and_its_summary_follows_from_its_files(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     command = [*DEMO, "--steps", "6", "--kill", "1@3:forward", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = completed(command, LIMIT_S, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "parameters equal to the run without failure: yes" in done.stdout
     summary = json.loads((out / "summary.json").read_text())

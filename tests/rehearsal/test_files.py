@@ -142,7 +142,8 @@ def test_saves_go_below_the_folder(tmp_path: Path) -> None:
     (users / "latest").write_text("3")
     before = look_at(users)
     saves = LedSaves(ours / "saves", free=ours)
-    with saves.led():
+    saves.begin()
+    try:
         target = users / "iter_4"
         target.mkdir(parents=True, exist_ok=True)
         torch.save({"step": 4}, target / "model.pt")
@@ -153,6 +154,8 @@ def test_saves_go_below_the_folder(tmp_path: Path) -> None:
         assert (users / "latest").read_text() == "4"
         (users / "iter_2").mkdir()
         shutil.rmtree(users / "iter_2")
+    finally:
+        saves.end()
     assert changed(before, look_at(users)) == []
     assert (users / "latest").read_text() == "3"
     led = Path(f"{ours / 'saves'}{users}")

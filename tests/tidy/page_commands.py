@@ -160,7 +160,7 @@ RUN_BY = (
         "tests/cli/test_launch_doctor.py::test_a_launch_script_is_answered_setting_by_setting",
     ),
     RunBy(
-        r"elaswave doctor --corpus FILE\.json",
+        r"python -m benchmarks\.corpus FILE\.json",
         "tests/cli/test_launch_doctor.py::test_every_repository_of_a_corpus_counts_the_same",
     ),
     RunBy(

@@ -49,7 +49,7 @@ run: launch
 communicator: communicator/device communicator/groups communicator/links core/layout
     errors
 recovery: checkpoints communicator communicator/links config core/agreement core/layout core/planner
-    core/recovery_plan core/step errors framework ipc snapshot tracking trainer values
+    core/recovery_plan core/step errors framework ipc rehearsed snapshot tracking trainer values
     version
 adapters: config errors framework ipc recovery tracking trainer words
 step_state: errors kept recovery values
@@ -61,7 +61,7 @@ adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapsh
 demo: config core/layout errors ipc observer recovery tracking
 adapters/megatron/step: adapters adapters/megatron/compat adapters/megatron/state
     communicator/groups communicator/links core/layout core/planner core/recovery_plan core/step
-    errors recovery step_state trainer values
+    errors recovery rehearsed step_state trainer values
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops
     loss_terms recovery step_state tracking trainer values
@@ -78,10 +78,10 @@ adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/
 adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
     command_line
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops
-    recovery step_state tracking trainer values
-rehearsal: adapters adapters/deepspeed/engine adapters/megatron adapters/megatron/state
-    adapters/megatron/step config core/step demo errors framework kept loops observer recovery
-    rehearsed step_state tracking trainer values words
+    recovery rehearsed step_state tracking trainer values
+rehearsal: adapters adapters/deepspeed/engine adapters/megatron adapters/megatron/state config
+    core/recovery_plan core/step demo errors framework kept observer recovery rehearsed step_state
+    tracking trainer values words
 adapters/deepspeed: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     adapters/deepspeed/pipeline adapters/deepspeed/zero communicator/groups config errors ipc loops
     recovery tracking trainer command_line words

@@ -34,6 +34,7 @@ RUN_BY = {
     "elaswave drain --node 0 DIR": "tests/faults/test_told.py::test_told_to_end",
     # An installer's.
     **dict.fromkeys(("pip install wandb", "pip install tensorboard"), None),
+    "pip install tree-sitter tree-sitter-bash": None,
     **dict.fromkeys(("pip install -e .", "pip install -e .{}"), None),
 }
 

@@ -205,14 +205,10 @@ class Microbatches:
             worker.begin_flow(flow)
             self._placed = flow
 
-        def starting(iterator: Any, chunk: Any, samples: Samples) -> None:
-            self._enters = bound is not None and chunk is bound.chunks[0]
-            begin(iterator, chunk, samples)
-
         def again(microbatches: tuple[int, ...]) -> list[int]:
             self._in_step, retold = False, list[int]()
             pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-            step = telling(in_order(forward_step, pieces, starting), retold)
+            step = telling(in_order(forward_step, pieces, starting, self._passed), retold)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
             assert bound is not None
             with bound.passes_repeated():
@@ -221,19 +217,16 @@ class Microbatches:
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
-            before = () if sums is None else self._kept_of(sums)
+            before = self._kept_of(sums)
+            earlier = [*sums.reports] if before and sums is not None else []
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=before
             )
-            step = kept.noted(in_order(forward_step, self.executed, starting))
-            if sums is not None and not self._first_step.is_running:
-                if isinstance(dealt, Dataflow) and dealt.is_healthy:
-                    sums.begin(dealt.contributions(worker.slot)[0])
-                step = sums.noted(step, lambda: kept.take()[-1])
+            step = kept.noted(in_order(forward_step, self.executed, starting, self._passed))
+            step = step if sums is None else self._adding(sums, dealt, kept, step)
             told.clear()
             step = telling(step, told) if worker.untried else step
             given = {**kwargs, "forward_step_func": step}
-            earlier = [] if sums is None or not before else [*sums.reports]
             reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
             reports = kept.take() or reports  # none are kept of a step without a loss function
             if sums is not None:
@@ -245,6 +238,7 @@ class Microbatches:
         forward_step, told = kwargs["forward_step_func"], list[int]()
         adds_up = self._in_step and not forward_only and isinstance(flow, Dataflow)
         sums = bound.kept if bound is not None and adds_up else None
+        starting = partial(self._start, begin, bound, forward_only)
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -253,15 +247,48 @@ class Microbatches:
             reports = run(flow)
         if not forward_only:
             compare_losses(worker, flow, told, again)
+            if self.reports_losses:
+                worker.observe("reported", self.reports, reports)
         return reports
 
-    def _kept_of(self, sums: KeptSums) -> tuple[int, ...]:
+    def _kept_of(self, sums: KeptSums | None) -> tuple[int, ...]:
         """Return the micro-batches of a struck step that are not run again."""
-        found = () if self._first_step.is_running else sums.take_stand()
+        found = () if sums is None or self._first_step.is_running else sums.take_stand()
         for microbatch in found:
             # In this view, too, they are used once; they are not read again.
             self._use(self._worker.completed, microbatch, self._used[1][microbatch])
         return found
+
+    def _adding(
+        self,
+        sums: KeptSums,
+        dealt: Dataflow | PipelineFlow,
+        kept: KeptReports,
+        step: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        """Return the forward step of passes, whose sums are kept as far as they come."""
+        if self._first_step.is_running:
+            return step
+        if isinstance(dealt, Dataflow) and dealt.is_healthy:
+            sums.begin(*dealt.contributions(self._worker.slot))
+        return sums.noted(step, lambda: kept.take()[-1])
+
+    def _start(
+        self,
+        begin: Begin,
+        bound: MegatronFramework | None,
+        forward_only: bool,
+        iterator: Any,
+        chunk: Any,
+        samples: Samples,
+    ) -> None:
+        """A forward pass begins."""
+        self._enters = bound is not None and chunk is bound.chunks[0]
+        begin(iterator, chunk, samples)
+        self._worker.observe("pass_begun", *samples, chunk, iterator, forward_only)
+
+    def _passed(self) -> None:
+        self._worker.observe("passed")
 
     def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:
         """List (micro-batch, slot) of the workers that read it, one a TP group.

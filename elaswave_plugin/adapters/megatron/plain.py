@@ -152,6 +152,7 @@ class PlainJob:
                 lambda batches, chunk, samples: served(batches).deliver(
                     numbers[id(batches)], samples
                 ),
+                lambda: None,
             )
             losses = function(**kwargs)
             if not forward_only:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
+from elaswave_plugin.rehearsed import unobserved
 
 OnBatch = Callable[[int, Sequence[int]], None]
 
@@ -64,6 +65,7 @@ class MicrobatchLoader:
         self._dataset = dataset
         self._draws = SampleDraws(dataset, seed)
         self.position = position
+        self.observe: Callable[..., None] = unobserved
         self._make = make
         self._num_replicas = num_replicas
         self._size = micro_batch_size
@@ -102,7 +104,9 @@ class MicrobatchLoader:
             raise StopIteration
         first = self.position + microbatch * self._size
         self._on_batch(microbatch, range(first, first + len(request.ids)))
-        return self._ahead.take(key, request)
+        batch = self._ahead.take(key, request)
+        self.observe("batch", batch)
+        return batch
 
     def _read(self, request: "_Request") -> Any:
         if request.epoch is not None and hasattr(self._dataset, "set_epoch"):

@@ -322,7 +322,11 @@ class EngineJob(AttachedEngine):
             scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
             return scaled if weight == 1.0 else scaled / weight
 
-        return self.call(work, instead=loss.detach)
+        result = self.call(work, instead=loss.detach)
+        if not self._loop.dead:
+            self._worker.observe("passed")
+            self._worker.observe("reported", (), [loss])
+        return result
 
     def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
         self._check_no_work("engine.step")
@@ -545,7 +549,10 @@ class EngineJob(AttachedEngine):
         # Any worker that runs these samples in this step draws the same.
         torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
         self._engine.tput_timer.start()
+        first = loader.position.served
+        worker.observe("pass_begun", first + interval[0], first + interval[1])
         mine, batch = loader.read(items, interval)
+        worker.observe("batch", batch)
         if self._own_loss is not None:
             every = [(start, stop) for _, start, stop in shares.intervals]
             served = Served(batch, interval, every, self.launch_intervals(len(items)))

@@ -10,6 +10,7 @@ from elaswave_plugin.adapters.megatron.step.sample_draws import SampleDraws
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
 from elaswave_plugin.core.step.dataflow import Samples, sample_ids
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.rehearsed import unobserved
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
@@ -17,17 +18,20 @@ def in_order(
     forward_step_func: Callable[..., Any],
     pieces: Sequence[Samples],
     begin: Callable[["KeyedBatches", Any, Samples], None],
+    end: Callable[[], None],
 ) -> Callable[..., Any]:
     """The forward step whose i-th call for a model chunk runs the i-th of ``pieces``.
 
-    ``begin(data iterator, chunk, samples)`` comes first. Schedules call the forward steps of a
-    chunk in the order of samples, whichever stage they are.
+    ``begin(data iterator, chunk, samples)`` comes first, ``end()`` last. Schedules call the
+    forward steps of a chunk in the order of samples, whichever stage they are.
     """
     upcoming: dict[int, Iterator[Samples]] = {}
 
     def forward_step(batches: "KeyedBatches", chunk: Any, *args: Any, **kwargs: Any) -> Any:
         begin(batches, chunk, next(upcoming.setdefault(id(chunk), iter(pieces))))
-        return forward_step_func(batches, chunk, *args, **kwargs)
+        output = forward_step_func(batches, chunk, *args, **kwargs)
+        end()
+        return output
 
     return forward_step
 
@@ -62,6 +66,8 @@ class KeyedBatches:
         self._on_batch = on_batch
         self.position = 0
         """The global batch that comes next in training."""
+        self.observe: Callable[..., None] = unobserved
+        """Told of each batch that is read."""
         self._number = 0
         self._delivered = 0
         self._queue: list[Samples] = []
@@ -103,7 +109,9 @@ class KeyedBatches:
         key = Key(self._number, self._queue.pop())
         for microbatch, ids in self._ids(key):
             self._on_batch(microbatch, ids)
-        return self._ahead.take(key, (key.place, self._all_ids(key)))
+        batch = self._ahead.take(key, (key.place, self._all_ids(key)))
+        self.observe("batch", batch)
+        return batch
 
     def _ids(self, key: Key) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the micro-batches of which a batch has samples, and those."""

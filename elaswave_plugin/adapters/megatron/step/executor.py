@@ -156,7 +156,7 @@ def _go_on(
     model: DistributedDataParallel,
     kept: KeptSums,
 ) -> None:
-    """Run what is missing: other contributions in memory of their own, the kept one in its place."""
+    """Run what is missing: the kept contribution where it is, others in memory of their own."""
     config, own, last = model.config, kept.contribution, contributions[-1]
     assert own is not None
     done = len(kept.done)
