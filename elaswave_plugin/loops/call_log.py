@@ -24,6 +24,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.guarded import guarded
 from elaswave_plugin.recovery.handshake import Handshake
+from elaswave_plugin.values.set_within import set_within
 
 Result = TypeVar("Result")
 # Makes a step, by its number; None where the script gives it up before its update.
@@ -319,11 +320,8 @@ class CallLog:
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Run ``work``, and again after every recovery that interrupts it."""
-        self._inside = True
-        try:
+        with set_within(self, "_inside", True):
             guarded(work, self._recover, blame=self._steps.blame)
-        finally:
-            self._inside = False
 
     def _attempt_step(self) -> None:
         """Make the step that comes next in the job; raises EpochChanged where interrupted."""

@@ -11,7 +11,7 @@ trains binds the model.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream,
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.around import around
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import replica_microbatches
@@ -131,10 +132,10 @@ class OwnLoop(ElasticJob):
         optimizer.step = partial(self._update, optimizer.step)
         for chunk in chunks_of(self.model):
             for name in ("finish_grad_sync", "scale_gradients"):
-                setattr(chunk, name, self._part_of_step(getattr(chunk, name)))
+                setattr(chunk, name, around(self._part_of_step)(getattr(chunk, name)))
         saves.between_steps = self._save
         for one in (*_wrapped(self.model), optimizer):
-            one.sharded_state_dict = self._state_to_save(one.sharded_state_dict)
+            one.sharded_state_dict = around(self._state_to_save)(one.sharded_state_dict)
         self._start()
         self._body.begin()
         self._worker.groups.before_the_end = self.finish
@@ -279,18 +280,13 @@ class OwnLoop(ElasticJob):
         with self._body.closed():
             self._calls.of("dist_checkpointing.save", partial(self._loop.run, save, phase="save"))
 
-    def _state_to_save(self, native: Callable[..., Any]) -> Callable[..., Any]:
+    def _state_to_save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``sharded_state_dict``, whose result follows from who is there."""
-
-        @wraps(native)
-        def build(*args: Any, **kwargs: Any) -> Any:
-            work = partial(native, *args, **kwargs)
-            if self._calls.is_behind:
-                return work()
-            with self._body.closed():
-                return self._loop.run(lambda: self._states.build(work, self._worker.view.epoch))
-
-        return build
+        work = partial(native, *args, **kwargs)
+        if self._calls.is_behind:
+            return work()
+        with self._body.closed():
+            return self._loop.run(lambda: self._states.build(work, self._worker.view.epoch))
 
     def _keep(self) -> Callable[[], None]:
         """Return what puts back the modes of modules, and the settings of groups."""
@@ -312,18 +308,14 @@ class OwnLoop(ElasticJob):
         counts = [one._version for b in buffers for one in (b.grad_data, b.param_data)]
         return self._worker.view.epoch, counts
 
-    def _part_of_step(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(native)
-        @ends_in_a_sentence
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._loop.is_inside:
-                return native(*args, **kwargs)
-            with self._body.closed():
-                result = self._part(native.__name__, partial(native, *args, **kwargs))
-            self._versions = self._present_versions()
-            return result
-
-        return call
+    @ends_in_a_sentence
+    def _part_of_step(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._loop.is_inside:
+            return native(*args, **kwargs)
+        with self._body.closed():
+            result = self._part(native.__name__, partial(native, *args, **kwargs))
+        self._versions = self._present_versions()
+        return result
 
     def _passes(
         self,

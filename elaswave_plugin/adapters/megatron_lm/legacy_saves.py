@@ -8,13 +8,14 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 
 from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER
 from elaswave_plugin.checkpoints.legacy import flaw_of
 from elaswave_plugin.recovery.drafts import Drafts
+from elaswave_plugin.values.set_within import set_within
 
 
 class LegacySaves:
@@ -38,11 +39,8 @@ class LegacySaves:
 
         def write(draft: Path) -> None:
             self._place, self._draft, self._lines = place, draft, []
-            self._is_open = True
-            try:
+            with set_within(self, "_is_open", True):
                 save()
-            finally:
-                self._is_open = False
 
         drafts.write(place, write, flaw_of, pointer=place.with_name(MEGATRON_TRACKER))
         for path, text in self._lines:
@@ -62,12 +60,3 @@ class LegacySaves:
         text = io.StringIO()
         yield text
         self._lines.append((path, text.getvalue()))
-
-
-def named_by(native: Callable[..., str], saves: LegacySaves) -> Callable[..., str]:
-    """Have ``get_checkpoint_name`` lead into the draft of a save in progress."""
-
-    def get_checkpoint_name(*args: Any, **kwargs: Any) -> str:
-        return saves.name(native(*args, **kwargs))
-
-    return get_checkpoint_name

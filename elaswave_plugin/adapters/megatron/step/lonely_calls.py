@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.set_within import set_within
 
 _OF_FRAMEWORKS = ("torch", "megatron", "elaswave_plugin")
 
@@ -43,11 +44,8 @@ def without_collectives(forward_step: Callable[..., Any], links: LinkTable) -> C
 def _watched(
     links: LinkTable, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    links.watch = partial(_refuse_between_replicas, links.slot)
-    try:
+    with set_within(links, "watch", partial(_refuse_between_replicas, links.slot)):
         return function(*args, **kwargs)
-    finally:
-        links.watch = None
 
 
 def _refuse_between_replicas(slot: int, call: str, members: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.set_within import set_within
 
 # Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
 SLICE_ELEMENTS = 1 << 20
@@ -158,11 +159,9 @@ class GradientReduction:
         A bucket leaves as soon as the pass has completed it, where the script has reductions
         overlap the passes, else behind it. They leave from where they are: see `await_sent`.
         """
-        departure = self._departure = _Departure(contribution, self._usual)
-        try:
+        departure = _Departure(contribution, self._usual)
+        with set_within(self, "_departure", departure):
             yield
-        finally:
-            self._departure = None
         self._usual.update(departure.made)
         self._check_gradients()
         for bucket in self._buckets():
