@@ -44,8 +44,14 @@ class _Start:
         """True while the script is at what the others have behind them."""
         return self._made is not None and bool(self._made.is_behind)
 
-    def join(self, native: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``init_process_group``, which joins the job where it is wanted."""
+    def joining(self, native: Any) -> Any:
+        """``init_process_group``, which `attach` puts back where a script says how it joins."""
+        joining = around(self._join)(native)
+        vars(joining)[_MARK] = native
+        return joining
+
+    def _join(self, native: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Join the job where it is wanted."""
         if backend == _OURS or not _is_wanted() or _has_joined():
             return native(backend, *args, **kwargs)
         start = import_module("elaswave_plugin.adapters.megatron.script_start")
@@ -125,10 +131,10 @@ def install() -> None:
     distributed, parser = vars(import_module("torch.distributed")), argparse.ArgumentParser
     if hasattr(distributed["init_process_group"], _MARK):
         return
-    start, native = _Start(), distributed["init_process_group"]
+    start = _Start()
+    distributed["init_process_group"] = start.joining(distributed["init_process_group"])
     torch, cuda = vars(import_module("torch")), vars(import_module("torch.cuda"))
     for owner, name, call in (
-        (distributed, "init_process_group", start.join),
         (torch, "save", start.once),
         (cuda, "set_device", _where_there_is_one),
         (distributed, "get_rank", start.not_first),
@@ -139,8 +145,6 @@ def install() -> None:
         owner[name] = around(call)(owner[name])
     parse = around(_without_ours)(parser.parse_known_args)
     parser.parse_known_args = parse  # type: ignore[method-assign]
-    # What `attach` puts back, in a script that says by its lines how it joins.
-    vars(distributed["init_process_group"])[_MARK] = native
 
 
 def _where_there_is_one(native: Any, device: Any) -> None:

@@ -51,7 +51,6 @@ from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.record_told import RecordTold
-from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
@@ -137,9 +136,7 @@ class OwnLoop(ElasticJob):
         for one in (*_wrapped(self.model), optimizer):
             one.sharded_state_dict = around(self._state_to_save)(one.sharded_state_dict)
         self._start()
-        self._body.begin()
-        self._worker.groups.before_the_end = self.finish
-        leave_at_exit(self.finish, abandon=self._abandon)
+        self._leave_at_exit()
 
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
@@ -454,14 +451,10 @@ class OwnLoop(ElasticJob):
             made, norm, *others = native(*args, **kwargs)
             self._gradients.begin()
             self._states.forget()
-            self._agree_on_buffers()
-            pace = self._worker.stopwatch.times.told_pace()
-            losses = [first_loss(one) for one in self._reports]
-            loss, tokens, agreed = self._agree(losses, float(norm or 0.0), pace=pace)
+            report = self._report([*map(first_loss, self._reports)], float(norm or 0.0))
             # Without a part of the model a worker has none of its own.
-            results.append((made, norm if self.has_place else agreed, *others))
-            lr = self._framework.learning_rate()
-            return StepReport(loss=loss, grad_norm=agreed, lr=lr, tokens=tokens)
+            results.append((made, norm if self.has_place else report.grad_norm, *others))
+            return report
 
         def update() -> Any:
             self._loop.step(attempt)

@@ -49,7 +49,13 @@ class LegacyOptimizer:
     def gather(self) -> None:
         """Put together what the next save writes; collective over the replicas of a stage."""
         assert self._shard is not None
-        self._whole = whole_state.gather(self._distributed, self._shard)
+        distributed, found = self._distributed, dict[torch.nn.Parameter, Whole]()
+        is_first = distributed.data_parallel_group.rank() == 0
+        for param in self._shard.params:
+            piece = whole_state.own_piece(distributed, param)
+            whole = whole_state.whole_of(distributed, param, piece)
+            found[param] = {part: one.cpu() for part, one in whole.items()} if is_first else {}
+        self._whole = found if is_first else None
 
     # ---- a plain optimizer ----------------------------------------------------------------------
 
@@ -157,7 +163,8 @@ class LegacyOptimizer:
 
     def _install(self, found: dict[torch.nn.Parameter, Whole], step: int) -> None:
         assert self._shard is not None
-        whole_state.scatter(self._distributed, self._shard, found)
+        for param, whole in found.items():
+            whole_state.install(self._distributed, param, whole)
         self._shard.set_applied_steps(step)
 
 

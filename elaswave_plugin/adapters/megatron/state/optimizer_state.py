@@ -211,10 +211,6 @@ class FlatShard:
         """Those that are trained, by the group of the optimizer that has them."""
         return self._group_params
 
-    def pieces_of(self, param: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """The own pieces of its master and of both moments, flat and without a copy."""
-        return (self.main_of(param).detach().view(-1), *self._views[param].values())
-
     def owns(self, param: torch.nn.Parameter) -> bool:
         """Return whether this worker updates a piece of ``param``."""
         return param in self._optimizer.model_param_group_index_map
