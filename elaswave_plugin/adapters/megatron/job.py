@@ -1,6 +1,5 @@
 """The verbs of a script with the plugin on."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,13 +36,13 @@ from elaswave_plugin.adapters.megatron.step.reported_losses import (
 from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import (
-    check_growth,
     check_supported,
     why_buffers_stay,
 )
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
     check_world,
+    join,
     name_what_is_missing,
 )
 from elaswave_plugin.adapters.patching import PatchSet
@@ -55,13 +54,11 @@ from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.tracking.sinks import check_sinks
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
@@ -91,24 +88,15 @@ class ElasticJob(PlainJob):
         uneven batches.
         """
         super().__init__(sizes, patches=patches)
-        if sizes.model_parallel == (1, 1):
-            config.check_without_stages()
-        config.check_last_checkpoint("give a function of yours to train(), as last_checkpoint")
-        reserve = read_reserve(os.environ)
-        check_growth(
+        self._worker = worker or join(
             config,
-            reserve,
-            width=self._width,
+            width=self.width,
             model_parallel=sizes.model_parallel,
             num_microbatches=self._num_microbatches,
+            last_checkpoint="give a function of yours to train(), as last_checkpoint",
         )
-        config.check_slots(int(os.environ.get("WORLD_SIZE", "1")) + reserve)
         self._seed = sizes.seed if config.seed is None else config.seed
         self._stop_after = config.stop_after
-        check_sinks(config)
-        self._worker = worker or Worker(
-            config=config, environ=os.environ, model_parallel=sizes.model_parallel
-        )
         name_what_is_missing(self._worker.groups)
         self._tracker = tracker_of(self._worker)
         # In the order of their binding, until the first verb.
@@ -198,7 +186,8 @@ class ElasticJob(PlainJob):
         guard_gathers(chunks, self._loop, run=self._gather, sealed=self._state.sealed)
         self._own_numbers = OwnNumbers(
             self._worker,
-            share=self._num_microbatches // self._width,
+            flow=lambda: self._microbatches.flow,
+            share=self._num_microbatches // self.width,
             advice=self._advice,
             concerns=self._is_concerned,
         )
@@ -278,7 +267,7 @@ class ElasticJob(PlainJob):
         def begin(batches: Any, chunk: Any, samples: Samples) -> None:
             served(batches).deliver(numbers[id(batches)], samples)
             size = self._micro_batch_size
-            self._buffers.enter(samples.start // size % self._width)
+            self._buffers.enter(samples.start // size % self.width)
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
         with self._buffers.passes(forward_only=not in_step):
@@ -299,11 +288,6 @@ class ElasticJob(PlainJob):
         moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
         rng.settle(self._seed, rng.PASSES, *moment)
         return self._own_numbers.given(losses)
-
-    @property
-    def width(self) -> int:
-        """Replicas at the launch."""
-        return self._width
 
     @property
     def iteration(self) -> int:
@@ -357,7 +341,7 @@ class ElasticJob(PlainJob):
 
     def _report(self, losses: Sequence[Reported], grad_norm: float) -> StepReport:
         if self._buffers.is_carried:
-            self._buffers.agree(self._microbatches.hosted, replicas=self._width)
+            self._buffers.agree(self._microbatches.hosted, replicas=self.width)
             if not self._buffers.changing:
                 self._microbatches.deal_freely()
         pace = self._worker.stopwatch.times.told_pace()

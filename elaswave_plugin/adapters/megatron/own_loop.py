@@ -114,7 +114,7 @@ class OwnLoop(ElasticJob):
         self._reports: list[Any] = []
         self._has_left_out = self._has_told_first = False
         self._late = LateSums(
-            self._worker.links, width=self._width, members=self._worker.groups.made_of
+            self._worker.links, width=self.width, members=self._worker.groups.made_of
         )
         self._states = StatesToSave()
         # Samples of all training calls so far, by which the ledger numbers them.
@@ -327,7 +327,7 @@ class OwnLoop(ElasticJob):
         **given: Any,
     ) -> list[Any]:
         """Run what this worker has of a call; returns the reports of its replica of the launch."""
-        step, width = self._worker.completed, self._width
+        step, width = self._worker.completed, self.width
         model = given["model"]
         if not forward_only:
             self._own_numbers.begin()
@@ -403,7 +403,7 @@ class OwnLoop(ElasticJob):
 
     def _own_reports(self, numbers: Sequence[int], reports: list[Any], count: int) -> list[Any]:
         """Those of this worker's micro-batches at the launch, which others may have run."""
-        width = self._width
+        width = self.width
         if self._microbatches.flow.is_healthy:
             return reports
         of = partial(replica_microbatches, num_replicas=width, num_microbatches=count * width)
@@ -478,7 +478,7 @@ class OwnLoop(ElasticJob):
         if known is None:
             mine = {self.replica, self.replica or FIRST_SHOWN}
             try:
-                original = Original(iterator, mine=mine, num_replicas=self._width)
+                original = Original(iterator, mine=mine, num_replicas=self.width)
             except InMemory:
                 self._streams.add_in_memory(iterator)
                 return None
@@ -518,7 +518,7 @@ class OwnLoop(ElasticJob):
                     f"data_iterator is a {kind}, whose batches are in memory, and there are"
                     f" pipeline stages, for which these are not carried: {ADVICE}"
                 )
-            self._seal = InputSeal(self._worker, replica=self.replica, num_replicas=self._width)
+            self._seal = InputSeal(self._worker, replica=self.replica, num_replicas=self.width)
             self._positions.follow(self._seal)
             self._calls.end(
                 "its script makes batches in memory from what the model is by then; set respawn to"
@@ -528,8 +528,8 @@ class OwnLoop(ElasticJob):
             self._seal,
             drawn(iterator, count, forward_step=forward_step_func, chunk=chunks_of(model)[0]),
             trains=trains,
-            flow=partial(self._microbatches.dealt, count * self._width),
-            is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self._width),
+            flow=partial(self._microbatches.dealt, count * self.width),
+            is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self.width),
         )
 
 

@@ -55,13 +55,14 @@ class PlainJob:
     def __init__(self, sizes: Sizes, *, patches: PatchSet) -> None:
         """Raises ConfigurationError for workers that do not factor, and for uneven batches."""
         tp, pp = sizes.model_parallel
-        self._width = sizes_of(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
+        self.width = sizes_of(int(os.environ.get("WORLD_SIZE", "1")), tp=tp, pp=pp)
+        """Replicas at the launch."""
         # What a script may have read for it so far, in whatever view it did.
-        self._widths = {self._width}
+        self._widths = {self.width}
         self._num_microbatches = num_microbatches_of(
             global_batch_size=sizes.global_batch_size,
             micro_batch_size=sizes.micro_batch_size,
-            width=self._width,
+            width=self.width,
         )
         self._sizes, self._seed = sizes, sizes.seed
         self._micro_batch_size = sizes.micro_batch_size
@@ -197,7 +198,7 @@ class PlainJob:
         """One call of a forward-backward function, which reads the next batch of its iterator."""
         mine = replica_microbatches(
             parallel_state.get_data_parallel_rank(),
-            num_replicas=self._width,
+            num_replicas=self.width,
             num_microbatches=self._num_microbatches,
         )
         numbers = self._positions.take(data_iterator)

@@ -74,7 +74,8 @@ class ScriptStart:
         self._saves.comes_later = lambda: self._worker.detached
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
-        self._loop: OwnLoop | None = None
+        self.loop: OwnLoop | None = None
+        """The loop of the script; None before it trains."""
         self._before = CallsBefore(self._worker, is_own=lambda: bare_collective() is not None)
         self._unbound = Unbound(
             lambda optimizer: _is_before_a_load(),
@@ -85,12 +86,7 @@ class ScriptStart:
     @property
     def is_behind(self) -> bool:
         """True while the script of a worker that came later is at what the others have behind."""
-        return self._worker.detached if self._loop is None else self._loop.is_behind
-
-    @property
-    def loop(self) -> OwnLoop | None:
-        """The loop of the script; None before it trains."""
-        return self._loop
+        return self._worker.detached if self.loop is None else self.loop.is_behind
 
     def world(self) -> dict[str, Any]:
         """The arguments of ``init_process_group``."""
@@ -136,22 +132,22 @@ class ScriptStart:
     @ends_in_a_sentence
     def _schedule(self, native: Callable[..., Any], **kwargs: Any) -> Any:
         forward_only = kwargs.pop("forward_only", False)
-        if self._loop is None and forward_only:
+        if self.loop is None and forward_only:
             return native(forward_only=True, **kwargs)
-        if self._loop is None:
+        if self.loop is None:
             self._unbound.stop()
             self._before.end()
-            self._loop = OwnLoop(
+            self.loop = OwnLoop(
                 self._config,
                 worker=self._worker,
                 patches=self._patches,
                 saves=self._saves,
                 call=kwargs,
             )
-        return self._loop.call(native, forward_only=forward_only, **kwargs)
+        return self.loop.call(native, forward_only=forward_only, **kwargs)
 
     def _kept(self, native: Callable[[], None]) -> None:
-        if self._loop is None:
+        if self.loop is None:
             native()
 
     def _place_in(self, members: Sequence[int]) -> int:
@@ -161,19 +157,19 @@ class ScriptStart:
     def _as_made(
         self, native: Callable[..., int], group: Any, *, of_members: Callable[[Sequence[int]], int]
     ) -> int:
-        if self._loop is None or _is_of_a_framework():
+        if self.loop is None or _is_of_a_framework():
             return native(group)
-        self._loop.shares.ask_replicas()
+        self.loop.shares.ask_replicas()
         return of_members(self._worker.groups.made_of(group))
 
     def _width_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        if self._loop is None or _is_of_a_framework():
+        if self.loop is None or _is_of_a_framework():
             return native(*args, **kwargs)
-        self._loop.shares.ask_replicas()
-        return self._loop.width
+        self.loop.shares.ask_replicas()
+        return self.loop.width
 
     def _replica_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        loop = self._loop
+        loop = self.loop
         if _is_of_a_framework():
             return native(*args, **kwargs)
         replica = native(*args, **kwargs) if loop is None else loop.replica

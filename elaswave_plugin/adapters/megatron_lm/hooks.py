@@ -281,7 +281,7 @@ class Hooks:
 
     def load(self, native: Native, *args: Any, **kwargs: Any) -> Any:
         """A worker that comes later gets the state of the others, and reads no checkpoint."""
-        if self.job is not None and self.job.comes_later:
+        if self.job is not None and self.job.worker.detached:
             return 0, 0
         with self.script.as_given(import_module("megatron.training").get_args()):
             return native(*args, **kwargs)

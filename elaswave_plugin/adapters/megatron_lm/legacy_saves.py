@@ -23,13 +23,9 @@ class LegacySaves:
 
     def __init__(self) -> None:
         self._place = self._draft = Path()
-        self._is_open = False
+        self.is_open = False
+        """Whether a save is in progress."""
         self._lines: list[tuple[Path, str]] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a save is in progress."""
-        return self._is_open
 
     def write(self, drafts: Drafts, place: Path, save: Callable[[], None]) -> None:
         """Have Megatron-LM write the checkpoint of ``place``; collective over WORLD.
@@ -39,7 +35,7 @@ class LegacySaves:
 
         def write(draft: Path) -> None:
             self._place, self._draft, self._lines = place, draft, []
-            with set_within(self, "_is_open", True):
+            with set_within(self, "is_open", True):
                 save()
 
         drafts.write(place, write, flaw_of, pointer=place.with_name(MEGATRON_TRACKER))
@@ -50,7 +46,7 @@ class LegacySaves:
 
     def name(self, path: str) -> str:
         """Return where a file of the checkpoint is written now."""
-        if self._is_open and Path(path).is_relative_to(self._place):
+        if self.is_open and Path(path).is_relative_to(self._place):
             return str(self._draft / Path(path).relative_to(self._place))
         return path
 

@@ -61,13 +61,14 @@ def _on_cpu(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return factory(*args, **kwargs)
 
 
+def _being(replacement: Any) -> Callable[[Any], Any]:
+    """A record's ``make`` for what follows from nothing that is there."""
+    return lambda original: replacement
+
+
 def _returning(value: Any) -> Callable[[Any], Any]:
     """A record's ``make`` for a function that ignores its arguments and returns ``value``."""
-    return lambda original: lambda *args, **kwargs: value
-
-
-def _same_tensor(original: Any) -> Any:
-    return lambda self, *args, **kwargs: self
+    return _being(lambda *args, **kwargs: value)
 
 
 def _cuda_type_name(
@@ -82,26 +83,10 @@ def _cuda_type_name(
     return answer
 
 
-def _set_state(original: Any) -> Any:
-    return lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-
-
-def _get_state(original: Any) -> Any:
-    return lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-
-
 def _quiet(original: Any) -> Any:
     silent = logging.getLogger(f"{__name__}.silent")
     silent.setLevel(logging.CRITICAL)
     return SimpleNamespace(getLogger=lambda name: silent)
-
-
-def _get_default_state(original: Any) -> Any:
-    return lambda device="cuda": torch.get_rng_state()
-
-
-def _manual_seed(original: Any) -> Any:
-    return lambda seed: torch.default_generator.manual_seed(seed)
 
 
 def _torch_norm(
@@ -204,18 +189,27 @@ def cpu_patches(*, scripts: bool = False) -> PatchSet:
     literal = "things are moved to the GPU literally"
     tracker = "the RNG tracker keeps states of the CUDA generator"
     random = "megatron.core.tensor_parallel.random"
+
+    def state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def itself(one: Any, *args: Any, **kwargs: Any) -> Any:
+        return one
+
     records = [
         record("torch.cuda:current_device", _returning(torch.device("cpu")), device),
         record("torch.cuda:current_stream", _returning(_CpuStream()), streams),
         record("torch.cuda:stream", _returning(contextlib.nullcontext()), streams),
-        record("torch.cuda:Stream", lambda original: _CpuStream, streams),
+        record("torch.cuda:Stream", _being(_CpuStream), streams),
         record("torch.cuda:synchronize", _returning(None), "no device to wait for"),
         record("torch.cuda:empty_cache", _returning(None), "no device to act on"),
         record("torch.cuda:set_device", _returning(None), "no device to choose"),
-        record("torch.cuda:manual_seed", _manual_seed, tracker, "seed"),
-        record("torch.cuda:get_rng_state", _get_default_state, tracker, "device"),
-        record("torch:Tensor.cuda", _same_tensor, literal),
-        record("torch.nn:Module.cuda", _same_tensor, literal),
+        record(
+            "torch.cuda:manual_seed", _being(torch.default_generator.manual_seed), tracker, "seed"
+        ),
+        record("torch.cuda:get_rng_state", _being(state), tracker, "device"),
+        record("torch:Tensor.cuda", _being(itself), literal),
+        record("torch.nn:Module.cuda", _being(itself), literal),
         record(
             "torch:Tensor.type", around(_cuda_type_name), "dtypes are compared with CUDA type names"
         ),
@@ -230,14 +224,14 @@ def cpu_patches(*, scripts: bool = False) -> PatchSet:
         ),
         record(
             f"{random}:_set_cuda_rng_state",
-            _set_state,
+            _being(lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
             tracker,
             "new_state",
             "device",
             "graph_safe",
         ),
         record(
-            f"{random}:_get_cuda_rng_state", _get_state, tracker, "device", "clone", "graph_safe"
+            f"{random}:_get_cuda_rng_state", _being(state), tracker, "device", "clone", "graph_safe"
         ),
         record(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
