@@ -101,7 +101,6 @@ class ElasticJob(PlainJob):
         self._tracker = tracker_of(self._worker)
         # In the order of their binding, until the first verb.
         self._bound: list[MegatronFramework] = []
-        self._is_guarded = False
         # The iterator that the present step reads first: the ledger has its samples.
         self._first_read: KeyedBatches | None = None
         self._has_started = False
@@ -136,13 +135,6 @@ class ElasticJob(PlainJob):
                 prepare=partial(rng.install_keyed_draws, seed=self._seed, number=number),
             )
         )
-
-    def _check_bound(self, verb: str) -> None:
-        """Check that a model is bound; the first verb takes all that is bound into care."""
-        super()._check_bound(verb)
-        if not self._is_guarded:
-            self._is_guarded = True
-            self._guard()
 
     def _guard(self) -> None:
         """Have all models guarded as one state, before anything of them is sealed."""
@@ -253,8 +245,8 @@ class ElasticJob(PlainJob):
         """One call of a forward-backward function, which reads the next batch of its iterator."""
         in_step, call = self._turns.is_training, len(self._turns.returned)
         kwargs = without_known(kwargs)
-        kwargs["forward_step_func"] = without_collectives(
-            kwargs["forward_step_func"], self._worker.links
+        kwargs["forward_step_func"] = partial(
+            without_collectives, self._worker.links, kwargs["forward_step_func"]
         )
         if in_step:
             self._state.enter_passes()
@@ -312,6 +304,7 @@ class ElasticJob(PlainJob):
     @ends_in_a_sentence
     def _begin(self, train_step: object, last_checkpoint: object) -> None:
         super()._begin(train_step, last_checkpoint)
+        self._start()
         if self._framework.weights_digest() != self._sealed_weights:
             raise ConfigurationError(
                 "the weights were changed in or after the first job.evaluate or job.run, before "

@@ -357,9 +357,10 @@ class OwnLoop(ElasticJob):
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
         batches = UntilItsEnd(stream) if isinstance(stream, ReplicaStream) else stream
-        given["forward_step_func"] = without_collectives(
-            self._late.leaving_out(batches.read_by(given["forward_step_func"])),
+        given["forward_step_func"] = partial(
+            without_collectives,
             self._worker.links,
+            partial(self._late.leave_out, batches.read_by(given["forward_step_func"])),
         )
         self._late.begin(parallel_state.get_data_parallel_group())
         with self._buffers.passes(forward_only=forward_only):

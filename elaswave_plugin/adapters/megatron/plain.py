@@ -244,11 +244,6 @@ class PlainJob:
         check_work(train_step, TRAIN)
         if last_checkpoint is not None:
             check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
-        self._start()
-
-    def _start(self) -> None:
-        """Begin to train."""
-        self._gradients = StepGradients(self._chunks)
 
     @ends_in_a_sentence
     def _step(self, train_step: TrainStep) -> StepReport:
@@ -336,8 +331,12 @@ class PlainJob:
         return result
 
     def _check_bound(self, verb: str) -> None:
-        """Raise ConfigurationError where ``verb`` comes before ``bind``."""
-        self._turns.check_bound(verb)
+        """Check that a model is bound; the first verb takes all that is bound into care."""
+        if self._turns.check_bound(verb):
+            self._guard()
+
+    def _guard(self) -> None:
+        self._gradients = StepGradients(self._chunks)
 
     def _between_steps(
         self, work: Callable[[], Any], verb: str, *, phase: str, detached: Any

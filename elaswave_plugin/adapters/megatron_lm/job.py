@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -387,7 +388,7 @@ class LmJob:
             if self.router_losses is not None:
                 self.router_losses.begin()
         step, forward_step = self.worker.completed, kwargs.pop("forward_step_func")
-        kwargs["forward_step_func"] = without_collectives(forward_step, self.worker.links)
+        kwargs["forward_step_func"] = partial(without_collectives, self.worker.links, forward_step)
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
             size = self._args.micro_batch_size

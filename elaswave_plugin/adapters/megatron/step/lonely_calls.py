@@ -20,25 +20,23 @@ from elaswave_plugin.values.set_within import set_within
 _OF_FRAMEWORKS = ("torch", "megatron", "elaswave_plugin")
 
 
-def without_collectives(forward_step: Callable[..., Any], links: LinkTable) -> Callable[..., Any]:
-    """The script's forward step, in which no collective may meet another replica.
+def without_collectives(
+    links: LinkTable, forward_step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call the script's forward step, in which no collective may meet another replica.
 
     Nor may one in the loss function that it returns. Raises ConfigurationError with its place.
     """
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = _watched(links, forward_step, args, kwargs)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ConfigurationError(
-                f"forward_step returned a {type(result).__name__}, wanted (output, loss function): "
-                "write `return output, partial(loss_func, ...)` at its end"
-            )
-        output, loss_func = result
-        if not callable(loss_func):
-            return result
-        return output, lambda *given, **named: _watched(links, loss_func, given, named)
-
-    return checked
+    result = _watched(links, forward_step, args, kwargs)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigurationError(
+            f"forward_step returned a {type(result).__name__}, wanted (output, loss function): "
+            "write `return output, partial(loss_func, ...)` at its end"
+        )
+    output, loss_func = result
+    if not callable(loss_func):
+        return result
+    return output, lambda *given, **named: _watched(links, loss_func, given, named)
 
 
 def _watched(
