@@ -55,9 +55,10 @@ def _calling_frame(call: str | None) -> tuple[FrameType | None, str]:
     while frame is not None and (module := _module_of(frame)).startswith(_FRAMEWORKS):
         if not module.startswith(_OURS):
             call = None
-        # What stands for a function by ``around`` is called by its name.
-        is_around = module == _AROUND
-        name = frame.f_locals["function"].__name__ if is_around else frame.f_code.co_name
+        name = frame.f_code.co_name
+        if module == _AROUND:
+            # It is called by the name of the function that it stands for.
+            name = getattr(frame.f_locals["function"], "__name__", name)
         if name not in _WRAPPERS:
             named = call or name
         frame = frame.f_back
