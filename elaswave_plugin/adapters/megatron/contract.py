@@ -1,4 +1,4 @@
-"""What a training script gives to the verbs of a job, and gets from them."""
+"""Functions and losses that a training script gives to the verbs of a job."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -114,7 +114,7 @@ class ElasticJob(PlainJob):
         return self._worker.groups.install(self._worker.view.ranks)
 
     def _begin_at(self, step: int, batch: int) -> tuple[int, int]:
-        """Where the job began, also on a later worker whose script finds a checkpoint."""
+        """Begin where the job began, also on a later worker whose script finds a checkpoint."""
         worker = self._worker
         if not worker.detached:
             worker.remember(begins=[step, batch])
@@ -350,7 +350,7 @@ class ElasticJob(PlainJob):
         return self._worker.last_call
 
     def _leave_at_exit(self) -> None:
-        """What follows is like the loop's body."""
+        """Have what follows run like the loop's body."""
         self._body.begin()
         self._worker.groups.before_the_end = self.finish
         leave_at_exit(self.finish, abandon=self._abandon)
