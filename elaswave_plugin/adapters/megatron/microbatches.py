@@ -17,7 +17,7 @@ from elaswave_plugin.adapters.megatron.grid import Grid, element_bytes, state_by
 from elaswave_plugin.adapters.megatron.step import executor
 from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.step.data import in_order
-from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, telling
+from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, tell_losses
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
@@ -195,7 +195,8 @@ class Microbatches:
         def again(microbatches: tuple[int, ...]) -> list[int]:
             self._in_step, retold = False, list[int]()
             pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-            step = telling(in_order(forward_step, pieces, starting, self._passed), retold)
+            ordered = in_order(forward_step, pieces, starting, self._passed)
+            step = partial(tell_losses, retold, ordered)
             repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
             assert bound is not None
             with bound.passes_repeated():
@@ -207,9 +208,10 @@ class Microbatches:
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size
             )
-            step = kept.noted(in_order(forward_step, self.executed, starting, self._passed))
+            ordered = in_order(forward_step, self.executed, starting, self._passed)
+            step = partial(kept.note, ordered)
             told.clear()
-            step = telling(step, told) if worker.untried else step
+            step = partial(tell_losses, told, step) if worker.untried else step
             given = {**kwargs, "forward_step_func": step}
             reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
             return kept.take() or reports  # none are kept of a step without a loss function
