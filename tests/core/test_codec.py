@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import IntEnum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.agreement.life import Life
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView
 from elaswave_plugin.core.codec import (
@@ -25,7 +27,7 @@ from tests.core.over_the_wire import again, as_json
 
 SAID = [(side, one) for side in (FromTrainer, FromAgent, FromPeer) for one in get_args(side)]
 NAMES = [one.__name__ for _, one in SAID]
-NOTED = (Record, WorkerFacts, Peer)
+NOTED = (Record, Life, WorkerFacts, Peer)
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(),
     float: st.floats(allow_nan=False),
@@ -56,6 +58,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         if hint is FailureEvent:
             given["kind"] = st.sampled_from(("exit", "lost", "leave"))
         return st.builds(hint, **given)
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return st.sampled_from(hint)
     if is_typeddict(hint):
         return st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2)
     if origin in (Union, UnionType):

@@ -17,7 +17,6 @@ from elaswave_plugin.agent.peers.spoken_notes import words_of, words_of_view
 from elaswave_plugin.agent.peers.unheard import Unheard
 from elaswave_plugin.agent.peers.wait_watch import WaitWatch
 from elaswave_plugin.core.agreement.effects import (
-    Connect,
     Deliver,
     Disconnect,
     Dismiss,
@@ -73,8 +72,6 @@ class TrainerSide(Protocol):
     def seat(self, worker: WorkerId) -> None: ...
 
     def vacated(self, slot: int) -> None: ...
-
-    def moved(self) -> None: ...
 
     def progress(self, awake_s: float) -> list[Sample]: ...
 
@@ -309,8 +306,6 @@ class Coordinator:
                 self._gone.pop(effect.node, None)
                 self._links.close(effect.node)
                 self._heard_s.pop(effect.node, None)
-            case Connect():
-                self._trainer_side.moved()
             case Over():
                 self._trainer_side.end(effect.reason, effect.exit_code)
             case Note():

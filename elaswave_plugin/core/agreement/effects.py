@@ -30,6 +30,11 @@ class Ring:
     boundary: bool = False
     before_step: int | None = None
 
+    @property
+    def is_urgent(self) -> bool:
+        """True if it is known where the trainers stop."""
+        return not self.boundary or self.before_step is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
@@ -76,14 +81,6 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connect:
-    """A newly admitted agent has the number `node`, and answers at `address`."""
-
-    node: int
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
     """End: stop the own trainers, tell every peer, and exit."""
 
@@ -99,6 +96,4 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = (
-    Send | Ring | Deliver | Dismiss | Fence | Seated | Vacated | Disconnect | Connect | Over | Note
-)
+Effect = Send | Ring | Deliver | Dismiss | Fence | Seated | Vacated | Disconnect | Over | Note

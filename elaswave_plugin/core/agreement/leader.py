@@ -19,7 +19,6 @@ from typing import Self
 
 from elaswave_plugin.core.agreement.candidate import Candidate
 from elaswave_plugin.core.agreement.effects import (
-    Connect,
     Disconnect,
     Dismiss,
     Effect,
@@ -525,7 +524,6 @@ class Agreement(Candidate):
         lived = self.nodes.living()
         if message.node not in lived:
             self.addresses[message.node] = message.address
-            self._effects.append(Connect(node=message.node, address=message.address))
         for worker in message.workers:
             self.nodes.take(worker.slot, message.node)
             self._reports.replaced(worker)
