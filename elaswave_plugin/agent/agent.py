@@ -101,8 +101,6 @@ class Agent:
             on_idle=self._stop_when_idle,
         )
         self._seats: dict[int, Seat] = {}
-        # Of its trainers, what this life has asked for, and may be told once more.
-        self._known: set[tuple[str, int, int]] = set()
         self._record: Record | None = None
         self._sums_up = False
         # With which the whole job has ended, where it has.
@@ -257,12 +255,6 @@ class Agent:
         known = {
             (one["slot"], one["incarnation"]): (one, fd) for one, fd in self._keeper.trainers()
         }
-        self._known = {
-            (what, *which)
-            for which, (one, _) in known.items()
-            for what, is_known in (("started", one["pid"]), ("ended", one["end"]))
-            if is_known
-        }
         trainers: dict[int, Notice | None] = {}
         for slot, kept in ((int(slot), kept) for slot, kept in stored["seats"].items()):
             if slot not in self._agreement.seats:
@@ -284,9 +276,7 @@ class Agent:
             self._on_signal(notice["number"], notice["place"])
             return
         seat = self._seats.get(notice["slot"])
-        is_new = (notice["n"], notice["slot"], notice["incarnation"]) not in self._known
-        is_current = seat is not None and seat.trainer.life.incarnation == notice["incarnation"]
-        if seat is None or not (is_current and is_new):
+        if seat is None or seat.knows(notice):
             if fd >= 0:
                 os.close(fd)
         elif notice["n"] == "started":

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,13 @@ from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.life import Life, Process, Stage
 from elaswave_plugin.core.agreement.messages import (
-    Ballot,
+    AllSealed,
+    Begun,
     Detached,
     Facts,
     Raised,
+    Replan,
+    Settled,
     Severed,
     Stop,
 )
@@ -132,9 +136,17 @@ class Seat:
             reactor=self._common.reactor,
             on_frame=self._on_frame,
             on_gone=self._on_gone,
+            encode=self._common.encode,
         )
 
     # ---- what the guardian tells --------------------------------------------------------------
+
+    def knows(self, notice: Notice) -> bool:
+        """Return whether a notice is of an earlier trainer, or of what was asked for already."""
+        life = self.trainer.life
+        if life.incarnation != notice["incarnation"]:
+            return True
+        return self.trainer.pid > 0 if notice["n"] == "started" else life.process >= Process.GONE
 
     def on_start(self, notice: Notice, pidfd: int) -> None:
         """A trainer runs."""
@@ -179,11 +191,11 @@ class Seat:
         if missed is not None:
             self.deliver(missed)
         if agreement.started:
-            trainer.send(said.Started())
-        if agreement.is_told_to_leave(self.slot):
-            trainer.send(said.Notice())
+            trainer.send(AllSealed())
+        for notice in agreement.notices_of(self.slot):
+            trainer.send(notice)
         if self._ring is not None and (trainer.life.has_entered or agreement.wants(self.slot)):
-            self._propose(self._ring)
+            trainer.send(self._ring)
 
     # ---- what the agreement wants -------------------------------------------------------------
 
@@ -194,42 +206,30 @@ class Seat:
         if ring.is_urgent:
             life.reach(Stage.STOPPING)
         if life.is_member:
-            self._propose(ring)
+            self.trainer.send(ring)
         elif life.works and life.has_come:
             # One that is not in any view yet waits for one where it stands.
-            self._propose(ring) if life.is_replacement else self._answer(life.facts)
+            self.trainer.send(ring) if life.is_replacement else self._answer(life.facts)
         elif life.works and (not life.is_replacement or agreement.wants(self.slot)):
             pass  # it answers once it has joined, or called an agent's next life
         else:
             self._answer(None)
 
-    def _propose(self, ring: Ring) -> None:
-        message = said.Propose(
-            epoch=ring.ballot.epoch,
-            reason=ring.reason,
-            within_s=self._common.spec.timeouts.quiesce_timeout_s,
-            boundary=ring.boundary,
-            before_step=ring.before_step,
-        )
-        self.trainer.send_encoded(self._common.encode(message))
-
     def deliver(self, news: Deliver) -> None:
         """A view is committed with this worker in it; one that enters is told of all before."""
-        trainer, committed = self.trainer, news.committed
-        view, before = committed.proposal.view, news.skipped
+        trainer, view = self.trainer, news.committed.proposal.view
         is_new = not trainer.life.has_entered
         trainer.life.reach(Stage.TRAINING)
         if is_new:
             history = self._common.agreement.history[1:]
-            before = tuple(one for one in history if one.epoch < view.epoch)
+            news = replace(news, skipped=tuple(one for one in history if one.epoch < view.epoch))
             self._common.on_change()
-        self.board.committed((*before, view), time.time())
-        message = said.NewView(before=before, view=view, payload=committed.payload)
-        trainer.send_encoded(self._common.encode(message))
+        self.board.committed((*news.skipped, view), time.time())
+        trainer.send(news)
 
     def started(self) -> None:
         """Every trainer of the job has sealed its first snapshot."""
-        self.trainer.send(said.Started())
+        self.trainer.send(AllSealed())
 
     def dismiss(self) -> None:
         """A view without the trainer is committed, as it was told to leave."""
@@ -265,12 +265,8 @@ class Seat:
         except UnreadableMessageError as error:
             trainer.fence(f"it {error}")
             return
-        common, agreement, slot, life = (
-            self._common,
-            self._common.agreement,
-            self.slot,
-            trainer.life,
-        )
+        common, slot, life = self._common, self.slot, trainer.life
+        agreement = common.agreement
         if slot not in agreement.seats:
             return  # it has to end, and handles the signal that says so, or was about to say this
         now_s = time.monotonic()
@@ -279,9 +275,8 @@ class Seat:
                 self._on_join(trainer, message)
             case said.Ready():
                 self._on_ready(life, message)
-            case said.Begun():
-                if (ballot := self._ballot_of(message.epoch)) is not None:
-                    agreement.begun(slot, ballot, message.step)
+            case Begun():
+                agreement.begun(slot, message.ballot, message.step)
             case said.SavesLast():
                 life.saves_last = True
                 common.on_change()
@@ -289,25 +284,22 @@ class Seat:
                 common.constants.update(message.what)
                 common.on_change()
             case said.Quiesced():
-                if self._ballot_of(message.epoch) is not None:
+                if self._ring is not None and self._ring.ballot.epoch == message.epoch:
                     life.reach(Stage.QUIESCED)
                     self._answer(message.facts)
             case said.Sealed():
                 agreement.first_seal(slot)
                 self._note_how_long()
                 self._copies.send(message.record, message.copy_to)
-            case said.Release():
+            case Settled():
                 common.store.release(message.epoch)
                 agreement.settled(slot, message.epoch)
             case said.Progress():
                 life.announced = message.text
                 agreement.progress(slot, now_s)
                 self._tell_that_it_is_awaited(message.text)
-            case Severed():
-                agreement.severed(message.epoch, message.evidence, now_s)
-            case said.Replan():
-                if message.epoch == agreement.committed.epoch:
-                    agreement.replan(message.reason, now_s)
+            case Severed() | Replan():
+                agreement.tell_leader(message, now_s)
             case Raised():
                 trainer.take_raised(message, sealed=common.store.newest_step(slot))
             case said.Finish():
@@ -318,12 +310,12 @@ class Seat:
                 life.returns = message.returns
                 common.on_change()
                 agreement.trainer_failed(slot, message.reason, None, now_s, kind="leave")
-            case said.Abandon():
+            case Stop():
                 agreement.abandon(f"worker {slot}: {message.reason}", message.exit_code)
-            case said.NotJoined():
+            case Detached():
                 trainer.missing = message.missing
                 if message.trains:
-                    self._tell_detached(trainer, trains=True)
+                    agreement.detached(message)
             case said.Layout():
                 agreement.layout = trainer.layout = message.layout
             case said.SlowSeen():
@@ -344,21 +336,18 @@ class Seat:
             self._on_frame(trainer, request["frame"])
         return {"t": "heard"}
 
-    def _ballot_of(self, epoch: int) -> Ballot | None:
-        """The ballot of the newest proposal, where it is of this epoch."""
-        return self._ring.ballot if self._ring and self._ring.ballot.epoch == epoch else None
-
     def _on_join(self, trainer: TrainerSession, message: said.Join) -> None:
         common, life = self._common, trainer.life
-        life.reach(Stage.BUILDING if life.is_replacement else Stage.JOINED)
         if life.is_replacement:
+            life.reach(Stage.BUILDING)
             view = common.agreement.history[1]
             trainer.send(said.StartDetached(view=view, job_constants=common.constants))
             return
+        life.facts = message.facts
+        life.reach(Stage.JOINED)
         if common.respawn != message.respawn:
             common.respawn = message.respawn
             common.on_change()
-        life.facts = message.facts
         if self._ring is not None and not life.has_entered:
             self._answer(life.facts)
 
@@ -371,10 +360,6 @@ class Seat:
         # A view with it that an earlier leader had proposed may come to nothing.
         if not life.has_entered:
             self._common.coordinator.enter(self.slot, wanted=lambda: life.works)
-
-    def _tell_detached(self, trainer: TrainerSession, *, trains: bool) -> None:
-        message = Detached(slot=self.slot, trains=trains, missing=trainer.missing)
-        self._common.agreement.detached(message)
 
     def _on_finish(self) -> None:
         self.trainer.life.reach(Stage.FINISHED)
@@ -455,7 +440,7 @@ class Seat:
             # A signal after the work was done takes nothing away from it.
             agreement.trainer_done(self.slot, exit_code or 0)
         elif exit_code == 0 and not (life.has_come or life.is_replacement):
-            self._tell_detached(trainer, trains=False)
+            agreement.detached(Detached(slot=self.slot, trains=False, missing=trainer.missing))
             agreement.trainer_done(self.slot, 0)
         elif life.stage < Stage.LEAVING:
             sealed, args = common.store.newest_step(self.slot), common.spec.program.args
@@ -498,7 +483,7 @@ class Seat:
         if self.slot not in agreement.seats or self._common.exit_code is not None:
             return
         may_fail_alike = life.raised is not None and not agreement.others_went_on(self.slot)
-        if may_fail_alike or agreement.is_told_to_leave(self.slot):
+        if may_fail_alike or agreement.notices_of(self.slot):
             self._common.reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
         elif life.stage < Stage.LEAVING:
             self._start_again()
@@ -550,11 +535,11 @@ class Seat:
 
         `asked`: it stays where the job would end without it and nothing is saved.
         """
-        self.trainer.send(said.Notice())  # before the change of the view that it leads to
         saves = self.trainer.life.saves_last
-        self._common.agreement.give_notice(
+        notice = self._common.agreement.give_notice(
             self.slot, reason, time.monotonic(), saves_last=saves, asked=asked
         )
+        self.trainer.send(notice)  # before the change of the view that it leads to
         self._common.coordinator.store_record()  # before anybody is told that it leaves
 
     def _leave(self, number: int, reason: str) -> None:
@@ -586,7 +571,9 @@ class Seat:
         refused = why_layers_stay(self.trainer, self.board, request["cuts"])
         if refused is None:
             self.trainer.send(said.CutsWanted(cuts=tuple(request["cuts"])))
-            self._common.agreement.replan(str(request["reason"]), time.monotonic())
+            agreement = self._common.agreement
+            wish = Replan(epoch=agreement.committed.epoch, reason=str(request["reason"]))
+            agreement.tell_leader(wish, time.monotonic())
         return {"t": "migrate", "refused": refused}
 
     def status(self, now_s: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from elaswave_plugin.ipc.process_tree import describe_status
 from elaswave_plugin.ipc.process_work import WorkWatch
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.ipc.wire import Channel, Frame
+from elaswave_plugin.ipc.wire import Channel, Encoder, Frame
 
 # Of a script that never imported torch, or does not let torch import us.
 _UNKNOWN = (
@@ -52,6 +52,7 @@ class TrainerSession:
     """One incarnation; `control` is there once it has called, and again where it calls again.
 
     `on_frame(frame)`: it speaks; `on_gone(status)`: its process counts as gone, and is still there.
+    `encode`: the same for all trainers of the node.
     `missing`: what its script lacks to join, where it has not; `layout`, `slow`: as it has told;
     `late_in`: the line in which it was seen when it was late.
     """
@@ -62,6 +63,7 @@ class TrainerSession:
     reactor: Reactor
     on_frame: Callable[[TrainerSession, Frame], None]
     on_gone: Callable[[str], None]
+    encode: Encoder
     pid: int = 0
     pidfd: int = -1
     control: Channel | None = None
@@ -142,12 +144,7 @@ class TrainerSession:
     def send(self, message: WireMessage) -> None:
         """Tell it something; one without a link is told all that counts when it calls."""
         if self.control is not None:
-            self.control.send(message)
-
-    def send_encoded(self, data: bytes) -> None:
-        """The same, for what several are told and was encoded once."""
-        if self.control is not None:
-            self.control.send_encoded(data)
+            self.control.send_encoded(self.encode(message))
 
     def started(self, pid: int, pidfd: int) -> None:
         """It runs."""

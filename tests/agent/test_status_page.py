@@ -135,7 +135,7 @@ def answered(part: Agreement, *boards: StatusBoard) -> Record:
 
 
 def ring(epoch: int, **more: Any) -> Ring:
-    return Ring(ballot=Ballot(term=0, leader=0, epoch=epoch), reason="r", **more)
+    return Ring(ballot=Ballot(term=0, leader=0, epoch=epoch), reason="r", within_s=1.0, **more)
 
 
 def sealed(owner: int, step: int, epoch: int, holder: int) -> Record:

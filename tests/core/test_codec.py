@@ -151,14 +151,17 @@ def test_what_is_no_message_is_refused(side: Any, record: Any) -> None:
 
 def test_a_flaw_inside_is_named() -> None:
     view = {"epoch": 3, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "reason": ""}
-    said = {"t": "new_view", "before": [], "view": view, "payload": ""}
-    with pytest.raises(UnreadableMessageError, match=r"new_view' with something .*a slot twice"):
+    ballot = {"term": 1, "leader": 0, "epoch": 3}
+    proposal = {"ballot": ballot, "view": view}
+    committed = {"t": "committed", "proposal": proposal, "payload": ""}
+    said = {"t": "deliver", "skipped": [], "committed": committed}
+    with pytest.raises(UnreadableMessageError, match=r"committed' with something .*a slot twice"):
         from_json(FromAgent, said)
-    said["view"] = {**view, "ranks": [0, "1"]}
-    with pytest.raises(UnreadableMessageError, match=r"'new_view' with ranks \[0, '1'\]:"):
+    proposal["view"] = {**view, "ranks": [0, "1"]}
+    with pytest.raises(UnreadableMessageError, match=r"'committed' with ranks \[0, '1'\]:"):
         from_json(FromAgent, said)
-    said["view"] = {"epoch": 3}
-    with pytest.raises(UnreadableMessageError, match="said 'new_view' without 'ranks'"):
+    proposal["view"] = {"epoch": 3}
+    with pytest.raises(UnreadableMessageError, match="said 'committed' without 'ranks'"):
         from_json(FromAgent, said)
 
 

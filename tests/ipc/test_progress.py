@@ -26,6 +26,7 @@ from elaswave_plugin.ipc.progress_page import (
     page_of,
 )
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Encoder
 from tests.idle import Clock, Deadline
 from tests.job_secret import SECRET
 
@@ -254,6 +255,7 @@ def test_one_that_seals_nothing_is_known_to_have_come_further() -> None:
         reactor=Reactor(),
         on_frame=lambda trainer, frame: None,
         on_gone=lambda status: None,
+        encode=Encoder(),
     )
     assert session.reached(4) == 4
     page.begin(1)

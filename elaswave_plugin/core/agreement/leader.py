@@ -116,7 +116,7 @@ class Agreement(Candidate):
             # The one that died may have written of it to no file yet.
             new._note_commit(record.last.proposal.view, again=True)
         for notice in record.notices:
-            new._tell_leader(notice, now_s)
+            new.tell_leader(notice, now_s)
         # Nor may it have told them.
         new._effects += [Dismiss(slot=slot) for slot, seat in new.seats.items() if seat.dismissed]
         return new
@@ -277,7 +277,7 @@ class Agreement(Candidate):
         if seat.detached:
             return
         seat.detached, seat.fence_at_s = True, None
-        self._tell_leader(message, 0.0)
+        self.tell_leader(message, 0.0)
 
     def vacate(self, slot: int, evidence: str) -> None:
         """Give an own slot up: this node starts no trainer in it any more."""
