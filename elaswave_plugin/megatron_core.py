@@ -1,11 +1,12 @@
 """Megatron-Core: a script with a loop of its own joins the job where it makes its world."""
 
 import argparse
-import functools
 import os
 import sys
 from importlib import import_module
 from typing import Any
+
+from elaswave_plugin.around import around
 
 __all__ = ["install"]
 
@@ -44,105 +45,85 @@ class _Start:
         return self._made is not None and bool(self._made.is_behind)
 
     def joining(self, native: Any) -> Any:
-        """``init_process_group``, which joins the job where it is wanted."""
+        """``init_process_group``, which `attach` puts back where a script says how it joins."""
+        joining = around(self._join)(native)
+        vars(joining)[_MARK] = native
+        return joining
 
-        @functools.wraps(native)
-        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if backend == _OURS or not _is_wanted() or _has_joined():
-                return native(backend, *args, **kwargs)
-            start = import_module("elaswave_plugin.adapters.megatron.script_start")
-            self._made = start.ScriptStart()
-            if self.is_behind() and os.environ.get("RANK") == "0":
-                os.environ["RANK"] = "1"
-            return native(**self._made.world())
+    def _join(self, native: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Join the job where it is wanted."""
+        if backend == _OURS or not _is_wanted() or _has_joined():
+            return native(backend, *args, **kwargs)
+        start = import_module("elaswave_plugin.adapters.megatron.script_start")
+        self._made = start.ScriptStart()
+        if self.is_behind() and os.environ.get("RANK") == "0":
+            os.environ["RANK"] = "1"
+        return native(**self._made.world())
 
-        # What `attach` puts back, in a script that says by its lines how it joins.
-        init_process_group.__dict__[_MARK] = native
-        return init_process_group
-
-    def not_first(self, native: Any) -> Any:
+    def not_first(self, native: Any, group: Any = None) -> int:
         """``get_rank`` of a worker in the place of rank 0, which is another until it is back.
 
         What a script does on rank 0 alone, as writing files, is done for the steps behind.
         """
+        rank = int(native(group))
+        if rank or group is not None or not self.is_behind():
+            return rank
+        return 0 if _is_of_a_framework() else 1
 
-        @functools.wraps(native)
-        def get_rank(group: Any = None) -> int:
-            rank = int(native(group))
-            if rank or group is not None or not self.is_behind():
-                return rank
-            asker = sys._getframe(1).f_globals.get("__name__", "")
-            return 0 if asker.startswith(_FRAMEWORKS) else 1
-
-        return get_rank
-
-    def once(self, native: Any) -> Any:
+    def once(self, native: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.save``, which writes nothing where the state is not here.
 
         So it is for the steps behind, and in a worker without a part of the model.
         """
-
-        @functools.wraps(native)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            asker = sys._getframe(1).f_globals.get("__name__", "")
-            if asker.startswith(_FRAMEWORKS) or self._made is None:
-                return native(*args, **kwargs)
-            if self.is_behind():
-                return None
-            if self._made.loop is not None and not self._made.loop.has_place:
-                return self._made.loop.leave_out("torch.save")
+        if _is_of_a_framework() or self._made is None:
             return native(*args, **kwargs)
+        if self.is_behind():
+            return None
+        if self._made.loop is not None and not self._made.loop.has_place:
+            return self._made.loop.leave_out("torch.save")
+        return native(*args, **kwargs)
 
-        return save
-
-    def as_then(self, native: Any) -> Any:
+    def as_then(self, native: Any, group: Any = None) -> int:
         """``get_world_size``, of a script behind the others: as it was told to them."""
+        loop = None if group is not None or self._made is None else self._made.loop
+        if loop is None or _is_of_a_framework():
+            return int(native(group))
+        loop.shares.ask_width()
+        then = loop.world_size_behind
+        return int(native(group)) if then is None else int(then)
 
-        @functools.wraps(native)
-        def get_world_size(group: Any = None) -> int:
-            loop = None if group is not None or self._made is None else self._made.loop
-            asker = sys._getframe(1).f_globals.get("__name__", "")
-            if loop is None or asker.startswith(_FRAMEWORKS):
-                return int(native(group))
-            loop.shares.ask_width()
-            then = loop.world_size_behind
-            return int(native(group)) if then is None else int(then)
-
-        return get_world_size
-
-    def gathered_then(self, native: Any) -> Any:
+    def gathered_then(self, native: Any, object_list: Any, obj: Any, group: Any = None) -> None:
         """``all_gather_object``, which makes two calls by a number of workers of its own."""
+        loop = None if self._made is None else self._made.loop
+        then = None if loop is None else loop.gathered_behind()
+        if then is None:
+            native(object_list, obj, group)
+            return
+        decode = import_module("torch.distributed.distributed_c10d")._tensor_to_object
+        object_list[: len(then)] = [decode(one, size, group) for one, size in then]
 
-        @functools.wraps(native)
-        def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
-            loop = None if self._made is None else self._made.loop
-            then = None if loop is None else loop.gathered_behind()
-            if then is None:
-                native(object_list, obj, group)
-                return
-            decode = import_module("torch.distributed.distributed_c10d")._tensor_to_object
-            object_list[: len(then)] = [decode(one, size, group) for one, size in then]
-
-        return all_gather_object
-
-    def told_then(self, native: Any) -> Any:
+    def told_then(
+        self,
+        native: Any,
+        object_list: Any,
+        src: Any = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: Any = None,
+    ) -> None:
         """``broadcast_object_list``, by which the worker that is told to be another one is told."""
-        c10d = import_module("torch.distributed.distributed_c10d")
+        if self.is_behind():
+            # The source itself would keep what it has.
+            c10d = import_module("torch.distributed.distributed_c10d")
+            src, group_src = None, (c10d.get_rank(group) + 1) % c10d.get_world_size(group)
+        native(object_list, src, group, device, group_src)
 
-        @functools.wraps(native)
-        def broadcast_object_list(
-            object_list: Any,
-            src: Any = None,
-            group: Any = None,
-            device: Any = None,
-            group_src: Any = None,
-        ) -> None:
-            if self.is_behind():
-                # The source itself would keep what it has.
-                src, group_src = None, (c10d.get_rank(group) + 1) % c10d.get_world_size(group)
-            native(object_list, src, group, device, group_src)
 
-        return broadcast_object_list
+def _is_of_a_framework() -> bool:
+    """Return whether the function that asks is called by a framework, not by the script."""
+    # Behind the replacement that ``around`` has made.
+    asker = sys._getframe(3).f_globals.get("__name__", "")
+    return bool(asker.startswith(_FRAMEWORKS))
 
 
 def install() -> None:
@@ -153,35 +134,29 @@ def install() -> None:
     start = _Start()
     distributed["init_process_group"] = start.joining(distributed["init_process_group"])
     torch, cuda = vars(import_module("torch")), vars(import_module("torch.cuda"))
-    torch["save"] = start.once(torch["save"])
-    cuda["set_device"] = _where_there_is_one(cuda["set_device"])
-    parser.parse_known_args = _without_ours(parser.parse_known_args)  # type: ignore[method-assign]
-    distributed["get_rank"] = start.not_first(distributed["get_rank"])
-    distributed["get_world_size"] = start.as_then(distributed["get_world_size"])
-    told = start.told_then(distributed["broadcast_object_list"])
-    distributed["broadcast_object_list"] = told
-    distributed["all_gather_object"] = start.gathered_then(distributed["all_gather_object"])
+    for owner, name, call in (
+        (torch, "save", start.once),
+        (cuda, "set_device", _where_there_is_one),
+        (distributed, "get_rank", start.not_first),
+        (distributed, "get_world_size", start.as_then),
+        (distributed, "broadcast_object_list", start.told_then),
+        (distributed, "all_gather_object", start.gathered_then),
+    ):
+        owner[name] = around(call)(owner[name])
+    parse = around(_without_ours)(parser.parse_known_args)
+    parser.parse_known_args = parse  # type: ignore[method-assign]
 
 
-def _where_there_is_one(native: Any) -> Any:
+def _where_there_is_one(native: Any, device: Any) -> None:
     """``torch.cuda.set_device``, which scripts call before they make their world, also on a CPU."""
-
-    @functools.wraps(native)
-    def set_device(device: Any) -> None:
-        if not _is_wanted() or import_module("torch.cuda").is_available():
-            native(device)
-
-    return set_device
+    if not _is_wanted() or import_module("torch.cuda").is_available():
+        native(device)
 
 
-def _without_ours(native: Any) -> Any:
-    @functools.wraps(native)
-    def parse_known_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
-        known, others = native(self, args, namespace)
-        if _is_wanted() and _FLAG not in self._option_string_actions:
-            ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            import_module("elaswave_plugin.command_line").add_arguments(ours)
-            others = native(ours, others)[1]
-        return known, others
-
-    return parse_known_args
+def _without_ours(native: Any, parser: Any, args: Any = None, namespace: Any = None) -> Any:
+    known, others = native(parser, args, namespace)
+    if _is_wanted() and _FLAG not in parser._option_string_actions:
+        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        import_module("elaswave_plugin.command_line").add_arguments(ours)
+        others = native(ours, others)[1]
+    return known, others

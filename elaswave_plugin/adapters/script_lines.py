@@ -20,7 +20,7 @@ _CALLED = re.compile(
 )
 # Decorators of these.
 _WRAPPERS = ("wrapper", "log_wrapper", "decorate_context")
-_OURS = "elaswave_plugin."
+_OURS, _AROUND = "elaswave_plugin.", "elaswave_plugin.around."
 # Of these, whatever else asks does so for its own work.
 _FRAMEWORKS = (
     *(_OURS, "torch.", "deepspeed.", "accelerate.", "transformers.", "trl.", "peft."),
@@ -55,7 +55,11 @@ def _calling_frame(call: str | None) -> tuple[FrameType | None, str]:
     while frame is not None and (module := _module_of(frame)).startswith(_FRAMEWORKS):
         if not module.startswith(_OURS):
             call = None
-        if (name := frame.f_code.co_name) not in _WRAPPERS:
+        name = frame.f_code.co_name
+        if module == _AROUND:
+            # It is called by the name of the function that it stands for.
+            name = getattr(frame.f_locals["function"], "__name__", name)
+        if name not in _WRAPPERS:
             named = call or name
         frame = frame.f_back
     return frame, named

@@ -101,8 +101,6 @@ class Agent:
             on_idle=self._stop_when_idle,
         )
         self._seats: dict[int, Seat] = {}
-        # Of its trainers, what this life has asked for, and may be told once more.
-        self._known: set[tuple[str, int, int]] = set()
         self._record: Record | None = None
         self._sums_up = False
         # With which the whole job has ended, where it has.
@@ -155,8 +153,6 @@ class Agent:
         if stored is not None:
             self._coordinator.go_on(from_json(Changes, stored["changes"]))
             self._resume_seats(stored)
-        for seat in self._seats.values():
-            seat.take_part()
         self._keeper.watch(self._reactor, self._on_notice)
         if spec.notice_file:
             watch_notice_file(self._reactor, spec.notice_file, self._heed)
@@ -259,12 +255,6 @@ class Agent:
         known = {
             (one["slot"], one["incarnation"]): (one, fd) for one, fd in self._keeper.trainers()
         }
-        self._known = {
-            (what, *which)
-            for which, (one, _) in known.items()
-            for what, is_known in (("started", one["pid"]), ("ended", one["end"]))
-            if is_known
-        }
         trainers: dict[int, Notice | None] = {}
         for slot, kept in ((int(slot), kept) for slot, kept in stored["seats"].items()):
             if slot not in self._agreement.seats:
@@ -286,16 +276,14 @@ class Agent:
             self._on_signal(notice["number"], notice["place"])
             return
         seat = self._seats.get(notice["slot"])
-        is_new = (notice["n"], notice["slot"], notice["incarnation"]) not in self._known
-        is_current = seat is not None and seat.trainer.incarnation == notice["incarnation"]
-        if seat is None or not (is_current and is_new):
+        if seat is None or seat.knows(notice):
             if fd >= 0:
                 os.close(fd)
         elif notice["n"] == "started":
             seat.on_start(notice, fd)
             self._coordinator.lend()
         else:
-            seat.on_end(notice)
+            seat.on_end(notice["end"])
 
     def _on_signal(self, number: int, place: int | None) -> None:
         reason = f"it was told to end by {signal.Signals(number).name}"
@@ -478,7 +466,6 @@ class Agent:
         self._spec = self._common.spec = _with_place(self._spec, place, worker.slot)
         self._seats[worker.slot] = seat = Seat(self._common, worker.slot, place)
         seat.start(worker.incarnation)
-        seat.take_part()
         self._store()
 
     def vacated(self, slot: int) -> None:
@@ -487,9 +474,6 @@ class Agent:
         if not self._agreement.seats and not self._standby.waiting:
             self._common.exit_code = self._common.exit_code or EXIT_FAILED
         self._stop_when_idle()
-
-    def moved(self) -> None:
-        """Another node has come: copies go where slots are now, with the next seal."""
 
     def progress(self, awake_s: float) -> list[Sample]:
         """Return how far the trainers are that work."""
@@ -522,9 +506,9 @@ class Agent:
     def _stop_when_idle(self) -> None:
         """End once the job is over here, or nothing is left to do, and no trainer lives."""
         for slot, seat in list(self._seats.items()):
-            if slot not in self._agreement.seats and not seat.trainer.lives:
+            if slot not in self._agreement.seats and not seat.trainer.life.lives:
                 self._forget_seat(slot)
-        lives = any(seat.trainer.lives for seat in self._seats.values())
+        lives = any(seat.trainer.life.lives for seat in self._seats.values())
         if self._common.exit_code is not None and not lives:
             self._stop()
 

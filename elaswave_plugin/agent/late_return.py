@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from threading import Thread
-from typing import TYPE_CHECKING
 
+from elaswave_plugin.agent.common import Common
+from elaswave_plugin.agent.trainer_session import TrainerSession
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.stack_line import where_is
-
-if TYPE_CHECKING:
-    from elaswave_plugin.agent.common import Common
-    from elaswave_plugin.agent.seat import Seat
 
 # An import beside the training takes its time, and with a cold cache more than for the others.
 TIMES, LEAST_S = 2.0, 60.0
 
 
-def watch(common: Common, seat: Seat) -> None:
-    """Look once whether the seat's present trainer may enter by then."""
-    trainer, took_s = seat.trainer, common.took_s
+def watch(common: Common, trainer: TrainerSession) -> None:
+    """Look once whether the trainer may enter by then."""
+    took_s = common.took_s
     after_s = max(LEAST_S, TIMES * took_s)
 
     def look() -> None:
-        has_come = trainer.facts is not None or trainer.delivered
-        if trainer.works and not has_come and common.exit_code is None:
+        life = trainer.life
+        if life.works and not life.has_come and common.exit_code is None:
             Thread(target=tell, name="late", daemon=True).start()  # to find the line takes long
 
     def tell() -> None:
         line = where_is(trainer.pid, trainer.page.stack_fd) or "a line that cannot be read"
         others = f"; others took {took_s:.0f} s" if took_s else ""
         say(
-            f"worker {seat.slot} was started again {after_s:.0f} s ago and has not come so far as "
-            f"to enter{others}: it is in {line}; the job goes on without it"
+            f"worker {trainer.slot} was started again {after_s:.0f} s ago and has not come so far "
+            f"as to enter{others}: it is in {line}; the job goes on without it"
         )
         common.reactor.post(lambda: note(line))
 
     def note(line: str) -> None:
-        if seat.trainer is trainer:
-            seat.board.waits(line)
-        common.events.emit(
-            "late_return", slot=seat.slot, incarnation=trainer.incarnation, line=line
-        )
+        trainer.late_in = line
+        incarnation = trainer.life.incarnation
+        common.events.emit("late_return", slot=trainer.slot, incarnation=incarnation, line=line)
 
     common.reactor.after(after_s, look)

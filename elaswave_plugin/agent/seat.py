@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,19 +23,24 @@ from elaswave_plugin.agent.status_board import StatusBoard
 from elaswave_plugin.agent.trainer_session import TrainerSession
 from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
+from elaswave_plugin.core.agreement.life import Life, Process, Stage
 from elaswave_plugin.core.agreement.messages import (
-    Ballot,
+    AllSealed,
+    Begun,
     Detached,
     Facts,
     Raised,
+    Replan,
+    Settled,
     Severed,
     Stop,
 )
-from elaswave_plugin.core.agreement.respawn import Deaths, GiveUp
+from elaswave_plugin.core.agreement.respawn import delay_or_reason
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_wire
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import AGENT, HOST, INCARNATION, SLOT
+from elaswave_plugin.ipc.process_tree import describe_status
 from elaswave_plugin.ipc.progress_page import ProgressPage, page_of_worker, size_page
 from elaswave_plugin.ipc.wire import Frame
 
@@ -53,26 +59,31 @@ class Seat:
         self._common = common
         self.slot = slot
         self.place = place
-        self.board = StatusBoard(slot)
+        self.board = StatusBoard()
         self.trainer: TrainerSession
         self._ring: Ring | None = None
         self._awaited_epoch = 0
         self._signalled_s: float | None = None
         self._told = False
         self._started_s: float | None = None
-        self._deaths: Deaths | None = None
+        # The steps in which trainers of this slot have died.
+        self._deaths: list[int] = []
         self._memory = common.store.open_slot(slot)
-        self._copies: Copies | None = None
+        self._copies = Copies(
+            common,
+            slot,
+            tell=lambda message: common.reactor.post(lambda: self.trainer.send(message)),
+        )
 
     # ---- start --------------------------------------------------------------------------------
 
     def start(self, incarnation: int) -> None:
         """Start a trainer."""
         common, spec = self._common, self._common.spec
-        self._attach(incarnation)
+        self._attach(Life(incarnation=incarnation))
         self._started_s = time.monotonic()
         if incarnation:
-            watch(common, self)
+            watch(common, self.trainer)
         env = {
             **spec.envs[self.place],
             SLOT: str(self.slot),
@@ -91,68 +102,55 @@ class Seat:
 
     def resume(self, incarnation: int, known: Notice | None, pidfd: int, kept: Frame) -> None:
         """Begin with a trainer of an agent's earlier life; `kept`: what is stored of it."""
-        self._attach(incarnation)
-        self.trainer.keep(kept)
-        if self._deaths is not None:
-            self._deaths.steps = kept["deaths"]
+        life: Life = from_json(Life, kept["life"])
+        self._attach(life if life.incarnation == incarnation else Life(incarnation=incarnation))
+        self._deaths = kept["deaths"]
         if known is not None and known["pid"]:
             self.trainer.started(known["pid"], pidfd)
-            self.board.started(known["pid"], incarnation)
 
     def go_on(self, known: Notice | None) -> None:
         """Act on the end of a resumed trainer, where it has ended; what comes of it is stored."""
-        trainer = self.trainer
-        if trainer.end is not None:
-            # The others may not have heard of it; one that is still there has not died of SIGKILL.
-            trainer.lives, trainer.undead = False, known is not None
-            self.board.exited(trainer.end[0])
-            self._tell_end(*trainer.end)
-            if trainer.starts_again:
-                self._common.reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
-        elif known is None:
-            trainer.ended(None, "gone with an agent's earlier life", None)
-        if known is not None and known["end"] is not None:
-            self.on_end(known)
+        life = self.trainer.life
+        if life.end is not None:
+            self._tell_end(*life.end)  # the others may not have heard of it
+        if life.process is Process.REPLACED:
+            self._common.reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
+        elif life.process is not Process.GONE and (known is None or known["end"] is not None):
+            unseen = {"status": None, "why": "gone with an agent's earlier life", "exit_code": None}
+            self.on_end(unseen if known is None else known["end"])
 
     @property
     def kept(self) -> Frame:
         """The facts of the seat that an agent's next life needs."""
-        deaths = [] if self._deaths is None else self._deaths.steps
-        return {"place": self.place, "deaths": deaths, **self.trainer.kept}
+        return {"place": self.place, "deaths": self._deaths, "life": self.trainer.life}
 
-    def take_part(self) -> None:
-        """The agent takes part in the job: snapshots are copied from now on."""
-        common = self._common
-        self._copies = Copies(
-            self.slot,
-            common.store,
-            common.agreement,
-            secret=common.spec.rendezvous.secret,
-            tell=lambda message: common.reactor.post(lambda: self.trainer.send(message)),
-            events=common.events,
-        )
-
-    def _attach(self, incarnation: int) -> None:
-        page_fd = self._common.keeper.memory(page_of_worker(self.slot, incarnation))
+    def _attach(self, life: Life) -> None:
+        page_fd = self._common.keeper.memory(page_of_worker(self.slot, life.incarnation))
         size_page(page_fd)
         page = ProgressPage(page_fd)
         os.close(page_fd)
-        if self._deaths is None and self._common.respawn:
-            self._deaths = Deaths(limit=self._common.respawn)
-        self.trainer = TrainerSession(slot=self.slot, incarnation=incarnation, page=page)
-        self.trainer.attach(
-            self._common.reactor,
+        self.trainer = TrainerSession(
+            slot=self.slot,
+            life=life,
+            page=page,
+            reactor=self._common.reactor,
             on_frame=self._on_frame,
-            on_exit=self._on_exit,
-            on_late_exit=self._on_late_exit,
+            on_gone=self._on_gone,
+            encode=self._common.encode,
         )
 
     # ---- what the guardian tells --------------------------------------------------------------
 
+    def knows(self, notice: Notice) -> bool:
+        """Return whether a notice is of an earlier trainer, or of what was asked for already."""
+        life = self.trainer.life
+        if life.incarnation != notice["incarnation"]:
+            return True
+        return self.trainer.pid > 0 if notice["n"] == "started" else life.process >= Process.GONE
+
     def on_start(self, notice: Notice, pidfd: int) -> None:
         """A trainer runs."""
         self.trainer.started(notice["pid"], pidfd)
-        self.board.started(notice["pid"], notice["incarnation"])
         self._common.events.emit(
             "worker_started",
             slot=self.slot,
@@ -163,17 +161,22 @@ class Seat:
             address=self._common.address,
         )
 
-    def on_end(self, notice: Notice) -> None:
-        """A trainer has ended, and what it has started too."""
-        end = notice["end"]
-        self.trainer.ended(end["status"], end["why"], end["exit_code"])
+    def on_end(self, end: Notice) -> None:
+        """The trainer has ended, by a wait status where one is known, and all that it started."""
+        self.trainer.hear_the_rest()
+        status, code = end["why"], end["exit_code"]
+        if end["status"] is not None:
+            status, code = describe_status(end["status"])
+        life = self.trainer.life
+        was_gone, life.process = not life.lives, Process.GONE
+        (self._end_late if was_gone else self._end)(status, code)
         self._common.on_change()  # the guardian tells of it no more
-        self._common.keeper.seen(self.slot, notice["incarnation"])
+        self._common.keeper.seen(self.slot, life.incarnation)
 
     def called(self, incarnation: int, epoch: int, sock: socket.socket) -> None:
         """A trainer has opened its control link; `epoch`: of the newest view that it was told."""
         trainer, common = self.trainer, self._common
-        if incarnation != trainer.incarnation or not trainer.lives:
+        if incarnation != trainer.life.incarnation or not trainer.life.lives:
             sock.close()
             return
         trainer.called(sock)
@@ -188,60 +191,50 @@ class Seat:
         if missed is not None:
             self.deliver(missed)
         if agreement.started:
-            trainer.send(said.Started())
-        if agreement.is_told_to_leave(self.slot):
-            trainer.send(said.Notice())
-        if self._ring is not None and (trainer.delivered or agreement.wants(self.slot)):
-            self._propose(self._ring)
+            trainer.send(AllSealed())
+        for notice in agreement.notices_of(self.slot):
+            trainer.send(notice)
+        if self._ring is not None and (trainer.life.has_entered or agreement.wants(self.slot)):
+            trainer.send(self._ring)
 
     # ---- what the agreement wants -------------------------------------------------------------
 
     def ring(self, ring: Ring) -> None:
         """A proposal is open, or has become urgent."""
-        trainer, agreement, self._ring = self.trainer, self._common.agreement, ring
+        life, agreement, self._ring = self.trainer.life, self._common.agreement, ring
         self.board.proposed(ring, time.time())
-        if trainer.works and trainer.delivered:
-            self._propose(ring)
-        elif trainer.works and trainer.facts is not None:
+        if ring.is_urgent:
+            life.reach(Stage.STOPPING)
+        if life.is_member:
+            self.trainer.send(ring)
+        elif life.works and life.has_come:
             # One that is not in any view yet waits for one where it stands.
-            self._propose(ring) if trainer.is_replacement else self._answer(trainer.facts)
-        elif trainer.works and (not trainer.is_replacement or agreement.wants(self.slot)):
+            self.trainer.send(ring) if life.is_replacement else self._answer(life.facts)
+        elif life.works and (not life.is_replacement or agreement.wants(self.slot)):
             pass  # it answers once it has joined, or called an agent's next life
         else:
             self._answer(None)
 
-    def _propose(self, ring: Ring) -> None:
-        message = said.Propose(
-            epoch=ring.ballot.epoch,
-            reason=ring.reason,
-            within_s=self._common.spec.timeouts.quiesce_timeout_s,
-            boundary=ring.boundary,
-            before_step=ring.before_step,
-        )
-        self.trainer.send_encoded(self._common.encode(message))
-
     def deliver(self, news: Deliver) -> None:
         """A view is committed with this worker in it; one that enters is told of all before."""
-        trainer, committed = self.trainer, news.committed
-        view, before = committed.proposal.view, news.skipped
-        if not trainer.delivered:
+        trainer, view = self.trainer, news.committed.proposal.view
+        is_new = not trainer.life.has_entered
+        trainer.life.reach(Stage.TRAINING)
+        if is_new:
             history = self._common.agreement.history[1:]
-            before = tuple(one for one in history if one.epoch < view.epoch)
-            trainer.delivered = True
+            news = replace(news, skipped=tuple(one for one in history if one.epoch < view.epoch))
             self._common.on_change()
-        self.board.committed((*before, view), time.time())
-        message = said.NewView(before=before, view=view, payload=committed.payload)
-        trainer.send_encoded(self._common.encode(message))
+        self.board.committed((*news.skipped, view), time.time())
+        trainer.send(news)
 
     def started(self) -> None:
         """Every trainer of the job has sealed its first snapshot."""
-        self.trainer.send(said.Started())
+        self.trainer.send(AllSealed())
 
     def dismiss(self) -> None:
         """A view without the trainer is committed, as it was told to leave."""
-        self.trainer.left = True
+        self.trainer.life.reach(Stage.LEAVING)
         self._common.on_change()
-        self.board.dismissed()
         self.trainer.send(Stop(reason=LEFT, exit_code=0))
         self._common.reactor.after(GRACE_S, self.trainer.kill)
 
@@ -252,17 +245,16 @@ class Seat:
     def end(self, reason: str) -> None:
         """The job is over: the trainer is told, and ended where it does not end by itself."""
         trainer = self.trainer
-        if not trainer.lives:
+        if not trainer.life.lives:
             return
         trainer.send(Stop(reason=reason, exit_code=EXIT_FAILED))
-        if trainer.facts is None:
+        if not trainer.life.has_come:
             trainer.ask_to_end(signal.SIGTERM)  # it does not listen to us yet
         self._common.reactor.after(GRACE_S, trainer.kill)
 
     def close(self) -> None:
         """Let go of it."""
-        if self._copies is not None:
-            self._copies.close()
+        self._copies.close()
         self.trainer.close()
 
     # ---- what the trainer says ----------------------------------------------------------------
@@ -273,8 +265,8 @@ class Seat:
         except UnreadableMessageError as error:
             trainer.fence(f"it {error}")
             return
-        self.board.heard(message)
-        common, agreement, slot = self._common, self._common.agreement, self.slot
+        common, slot, life = self._common, self.slot, trainer.life
+        agreement = common.agreement
         if slot not in agreement.seats:
             return  # it has to end, and handles the signal that says so, or was about to say this
         now_s = time.monotonic()
@@ -282,59 +274,52 @@ class Seat:
             case said.Join():
                 self._on_join(trainer, message)
             case said.Ready():
-                trainer.facts = message.facts
-                self._note_how_long()
-                common.events.emit("worker_ready", slot=slot, incarnation=trainer.incarnation)
-                # A view with it that an earlier leader had proposed may come to nothing.
-                if not trainer.delivered:
-                    common.coordinator.enter(slot, wanted=lambda: trainer.works)
-            case said.Begun():
-                if (ballot := self._ballot_of(message.epoch)) is not None:
-                    agreement.begun(slot, ballot, message.step)
+                self._on_ready(life, message)
+            case Begun():
+                agreement.begun(slot, message.ballot, message.step)
             case said.SavesLast():
-                trainer.saves_last = True
+                life.saves_last = True
                 common.on_change()
             case said.SetConstants():
                 common.constants.update(message.what)
                 common.on_change()
             case said.Quiesced():
-                if self._ballot_of(message.epoch) is not None:
+                if self._ring is not None and self._ring.ballot.epoch == message.epoch:
+                    life.reach(Stage.QUIESCED)
                     self._answer(message.facts)
             case said.Sealed():
                 agreement.first_seal(slot)
                 self._note_how_long()
-                assert self._copies is not None
                 self._copies.send(message.record, message.copy_to)
-            case said.Release():
+            case Settled():
                 common.store.release(message.epoch)
                 agreement.settled(slot, message.epoch)
             case said.Progress():
+                life.announced = message.text
                 agreement.progress(slot, now_s)
                 self._tell_that_it_is_awaited(message.text)
-            case Severed():
-                agreement.severed(message.epoch, message.evidence, now_s)
-            case said.Replan():
-                if message.epoch == agreement.committed.epoch:
-                    agreement.replan(message.reason, now_s)
+            case Severed() | Replan():
+                agreement.tell_leader(message, now_s)
             case Raised():
                 trainer.take_raised(message, sealed=common.store.newest_step(slot))
             case said.Finish():
                 common.completed = message.completed
                 self._on_finish()
             case said.Leave():
-                trainer.left, trainer.returns = True, message.returns
+                life.reach(Stage.LEAVING)
+                life.returns = message.returns
                 common.on_change()
                 agreement.trainer_failed(slot, message.reason, None, now_s, kind="leave")
-            case said.Abandon():
+            case Stop():
                 agreement.abandon(f"worker {slot}: {message.reason}", message.exit_code)
-            case said.NotJoined():
+            case Detached():
                 trainer.missing = message.missing
                 if message.trains:
-                    self._tell_detached(trainer, trains=True)
+                    agreement.detached(message)
             case said.Layout():
-                agreement.layout = message.layout
+                agreement.layout = trainer.layout = message.layout
             case said.SlowSeen():
-                pass  # for the board alone
+                trainer.slow = message.slow
 
     def _note_how_long(self) -> None:
         """It has come as far as it gets without the others: to a first seal, or to the way in."""
@@ -345,37 +330,39 @@ class Seat:
     def hear(self, request: Frame) -> Frame:
         """Take what the trainer says beside its control link."""
         trainer = self.trainer
-        if int(request["incarnation"]) == trainer.incarnation and trainer.lives:
+        if int(request["incarnation"]) == trainer.life.incarnation and trainer.life.lives:
             if trainer.control is not None:
                 trainer.control.drain()
             self._on_frame(trainer, request["frame"])
         return {"t": "heard"}
 
-    def _ballot_of(self, epoch: int) -> Ballot | None:
-        """The ballot of the newest proposal, where it is of this epoch."""
-        return self._ring.ballot if self._ring and self._ring.ballot.epoch == epoch else None
-
     def _on_join(self, trainer: TrainerSession, message: said.Join) -> None:
-        common = self._common
-        if trainer.is_replacement:
+        common, life = self._common, trainer.life
+        if life.is_replacement:
+            life.reach(Stage.BUILDING)
             view = common.agreement.history[1]
             trainer.send(said.StartDetached(view=view, job_constants=common.constants))
             return
+        life.facts = message.facts
+        life.reach(Stage.JOINED)
         if common.respawn != message.respawn:
             common.respawn = message.respawn
             common.on_change()
-        if self._deaths is None and message.respawn:
-            self._deaths = Deaths(limit=message.respawn)
-        trainer.facts = message.facts
-        if self._ring is not None and not trainer.delivered:
-            self._answer(trainer.facts)
+        if self._ring is not None and not life.has_entered:
+            self._answer(life.facts)
 
-    def _tell_detached(self, trainer: TrainerSession, *, trains: bool) -> None:
-        message = Detached(slot=self.slot, trains=trains, missing=trainer.missing)
-        self._common.agreement.detached(message)
+    def _on_ready(self, life: Life, message: said.Ready) -> None:
+        life.facts = message.facts
+        life.reach(Stage.WAITING_TO_ENTER)
+        self._note_how_long()
+        incarnation = life.incarnation
+        self._common.events.emit("worker_ready", slot=self.slot, incarnation=incarnation)
+        # A view with it that an earlier leader had proposed may come to nothing.
+        if not life.has_entered:
+            self._common.coordinator.enter(self.slot, wanted=lambda: life.works)
 
     def _on_finish(self) -> None:
-        self.trainer.finished = True
+        self.trainer.life.reach(Stage.FINISHED)
         self._common.on_change()
         self._common.agreement.trainer_done(self.slot, None)
         if self._ring is not None:
@@ -385,7 +372,7 @@ class Seat:
         self._common.reactor.after(grace_s, partial(self._kill_the_finished, self.trainer))
 
     def _kill_the_finished(self, trainer: TrainerSession) -> None:
-        if trainer.lives:
+        if trainer.life.lives:
             grace_s = self._common.spec.timeouts.finish_grace_s
             say(f"worker {self.slot} had finished and did not exit within {grace_s:g} s: killed")
             trainer.kill()
@@ -409,90 +396,99 @@ class Seat:
                 self._ring.ballot,
                 facts,
                 lambda: [to_wire(one) for one in common.store.inventory(common.address)],
-                entering=not self.trainer.delivered,
+                entering=not self.trainer.life.has_entered,
             )
 
     # ---- how it ends --------------------------------------------------------------------------
 
-    def _on_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
-        common = self._common
+    def _on_gone(self, status: str) -> None:
+        """Count it as gone, although its process is still there."""
+        self._end(status, None)
+        self._common.on_change()
+
+    def _end(self, status: str, exit_code: int | None) -> None:
+        common, trainer, life = self._common, self.trainer, self.trainer.life
         evidence = trainer.fence_evidence or status
-        self.board.exited(evidence)
+        life.end = evidence, exit_code
         common.events.emit(
             "worker_exited",
             slot=self.slot,
-            incarnation=trainer.incarnation,
+            incarnation=life.incarnation,
             pid=trainer.pid,
             status=status,
             evidence=evidence,
         )
-        trainer.end = evidence, exit_code
         if common.exit_code is not None or self.slot not in common.agreement.seats:
             common.on_idle()
             return
         is_failure = self._tell_end(evidence, exit_code)
-        if is_failure and not trainer.dying:  # before its late exit memory and device are not free
-            (self._give_slot_back if trainer.undead else self._replace)(exit_code)
-        elif trainer.left and trainer.returns and not (trainer.finished or trainer.undead):
-            self._start_again()
+        if life.process is Process.GONE:
+            if is_failure:
+                self._replace(exit_code)
+            elif life.stage is Stage.LEAVING and life.returns:
+                self._start_again()
+        elif is_failure and life.process is Process.STUCK:  # one that ends gives its device back
+            self._give_slot_back()
         if self._ring is not None and self.slot in common.agreement.seats:
             self._answer(None)
 
     def _tell_end(self, evidence: str, exit_code: int | None) -> bool:
         """Tell the others how the trainer has ended; returns whether it has failed."""
         common, agreement, trainer = self._common, self._common.agreement, self.trainer
-        has_joined = trainer.facts is not None or trainer.delivered or trainer.is_replacement
-        if trainer.finished:
+        life = trainer.life
+        if life.stage is Stage.FINISHED:
             # A signal after the work was done takes nothing away from it.
             agreement.trainer_done(self.slot, exit_code or 0)
-        elif exit_code == 0 and not has_joined:
-            self._tell_detached(trainer, trains=False)
+        elif exit_code == 0 and not (life.has_come or life.is_replacement):
+            agreement.detached(Detached(slot=self.slot, trains=False, missing=trainer.missing))
             agreement.trainer_done(self.slot, 0)
-        elif not trainer.left:
+        elif life.stage < Stage.LEAVING:
             sealed, args = common.store.newest_step(self.slot), common.spec.program.args
             evidence = trainer.end_of(evidence, exit_code, sealed=sealed, args=args)
-            now_s, raised = time.monotonic(), trainer.raised
+            now_s, raised = time.monotonic(), life.raised
             agreement.trainer_failed(self.slot, evidence, exit_code, now_s, raised=raised)
             return True
         return False
 
-    def _on_late_exit(self, trainer: TrainerSession, status: str, exit_code: int | None) -> None:
-        """One that did not die, and counts as gone, has ended after all."""
-        who = {"slot": self.slot, "incarnation": trainer.incarnation}
+    def _end_late(self, status: str, exit_code: int | None) -> None:
+        """One that counts as gone has ended after all."""
+        life = self.trainer.life
+        who = {"slot": self.slot, "incarnation": life.incarnation}
         self._common.events.emit("worker_exited_late", status=status, **who)
-        if trainer.returns:
+        if life.returns:
             self._start_again()
-        elif not (trainer.finished or trainer.left):
+        elif life.stage < Stage.LEAVING:
             self._replace(exit_code)
 
     def _replace(self, exit_code: int | None) -> None:
         """Start another trainer in the place of the one that failed, where that is sensible."""
-        if exit_code == EXIT_CONFIGURATION or self._deaths is None:
-            self._give_slot_back(exit_code)
+        common, life = self._common, self.trainer.life
+        if exit_code == EXIT_CONFIGURATION or not common.respawn:
+            self._give_slot_back()
             return
-        sealed = self._common.store.newest_step(self.slot)
-        verdict = self._deaths.after_death(step=self.trainer.reached(sealed))
-        fields = {"slot": self.slot, "incarnation": self.trainer.incarnation}
-        if isinstance(verdict, GiveUp):
-            self._common.events.emit("respawn_given_up", reason=verdict.reason, **fields)
-            say(f"worker {self.slot} is not started again: {verdict.reason}")
-            self._give_slot_back(exit_code)
+        self._deaths.append(self.trainer.reached(common.store.newest_step(self.slot)))
+        verdict = delay_or_reason(self._deaths, limit=common.respawn)
+        if isinstance(verdict, str):
+            who = {"slot": self.slot, "incarnation": life.incarnation}
+            common.events.emit("respawn_given_up", reason=verdict, **who)
+            say(f"worker {self.slot} is not started again: {verdict}")
+            self._give_slot_back()
         else:
-            self.trainer.starts_again = True
-            self._common.reactor.after(verdict.after_s, self._start_again_when_past)
+            life.process = Process.REPLACED
+            common.reactor.after(verdict, self._start_again_when_past)
 
     def _start_again_when_past(self) -> None:
         """Not while the others may fail alike, nor in the place of one that was to leave."""
-        agreement = self._common.agreement
+        agreement, life = self._common.agreement, self.trainer.life
         if self.slot not in agreement.seats or self._common.exit_code is not None:
             return
-        may_fail_alike = self.trainer.raised is not None and not agreement.others_went_on(self.slot)
-        if may_fail_alike or agreement.is_told_to_leave(self.slot):
+        may_fail_alike = life.raised is not None and not agreement.others_went_on(self.slot)
+        if may_fail_alike or agreement.notices_of(self.slot):
             self._common.reactor.after(LOOK_AGAIN_S, self._start_again_when_past)
-        elif not self.trainer.left:
+        elif life.stage < Stage.LEAVING:
             self._start_again()
 
-    def _give_slot_back(self, exit_code: int | None) -> None:
+    def _give_slot_back(self) -> None:
         """A node that came later, and has brought no worker in, leaves the slot to others."""
         common = self._common
         is_member = self.slot in common.agreement.committed.ranks
@@ -505,7 +501,7 @@ class Seat:
         common = self._common
         if common.exit_code is not None or self.slot not in common.agreement.seats:
             return
-        incarnation = self.trainer.incarnation + 1
+        incarnation = self.trainer.life.incarnation + 1
         say(f"worker {self.slot} is being started again")
         common.agreement.trainer_starts(self.slot, incarnation)
         # An agent's next life must not start the same once more.
@@ -525,11 +521,11 @@ class Seat:
 
     def heed(self, number: int, reason: str) -> None:
         """End between two steps where there are any; a scheduler may say so in two ways."""
-        if not (self.trainer.lives and self.trainer.delivered):
+        if not (self.trainer.life.lives and self.trainer.life.has_entered):
             self._leave(number, reason)
         elif not self._told:
             self._told = True
-            if self.trainer.works:  # else it is about to end by itself
+            if self.trainer.life.works:  # else it is about to end by itself
                 self.drain(reason)
             leave = partial(self._leave, number, reason)
             self._common.reactor.after(self._common.spec.timeouts.notice_timeout_s, leave)
@@ -539,11 +535,11 @@ class Seat:
 
         `asked`: it stays where the job would end without it and nothing is saved.
         """
-        self.trainer.send(said.Notice())  # before the change of the view that it leads to
-        saves = self.trainer.saves_last
-        self._common.agreement.give_notice(
+        saves = self.trainer.life.saves_last
+        notice = self._common.agreement.give_notice(
             self.slot, reason, time.monotonic(), saves_last=saves, asked=asked
         )
+        self.trainer.send(notice)  # before the change of the view that it leads to
         self._common.coordinator.store_record()  # before anybody is told that it leaves
 
     def _leave(self, number: int, reason: str) -> None:
@@ -554,7 +550,7 @@ class Seat:
         common.agreement.leave(self.slot, reason, time.monotonic())
         if not common.agreement.seats:
             common.exit_code = 128 + number
-        if self.trainer.lives:
+        if self.trainer.life.lives:
             self.trainer.ask_to_end(number)
             common.reactor.after(GRACE_S, self.trainer.kill)
         else:
@@ -565,7 +561,7 @@ class Seat:
     def answer_drain(self, request: Frame) -> Frame:
         """Have the worker leave, as a user asks."""
         ranks = self._common.agreement.committed.ranks
-        refused = why_it_stays(self.trainer, self.board, ranks, self.slot)
+        refused = why_it_stays(self.trainer, ranks, self.slot)
         if refused is None:
             self.drain(str(request["reason"]), asked=True)
         return {"t": "drain", "refused": refused}
@@ -575,9 +571,11 @@ class Seat:
         refused = why_layers_stay(self.trainer, self.board, request["cuts"])
         if refused is None:
             self.trainer.send(said.CutsWanted(cuts=tuple(request["cuts"])))
-            self._common.agreement.replan(str(request["reason"]), time.monotonic())
+            agreement = self._common.agreement
+            wish = Replan(epoch=agreement.committed.epoch, reason=str(request["reason"]))
+            agreement.tell_leader(wish, time.monotonic())
         return {"t": "migrate", "refused": refused}
 
     def status(self, now_s: float) -> dict[str, Any]:
         """The facts that are known of the worker, for `elaswave status`."""
-        return self.board.report(self.progress(0.0), now_s=now_s)
+        return self.board.report(self.trainer, self.progress(0.0), now_s=now_s)

@@ -8,39 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 
+from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.snapshot_server import SnapshotCopier
-from elaswave_plugin.agent.snapshot_store import SnapshotStore
-from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.ipc.frames import Copied, Copying
-from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.tracking.events import EventLog
 
 
 class Copies:
-    """Has other nodes hold what is sealed in `store` by the worker of one slot.
+    """Has other nodes hold what is sealed by the worker of one slot.
 
     Slots of this node hold it as it is: the memory is the guardian's.
     """
 
-    def __init__(
-        self,
-        slot: int,
-        store: SnapshotStore,
-        agreement: Agreement,
-        *,
-        secret: Secret,
-        tell: Callable[[WireMessage], None],
-        events: EventLog,
-    ) -> None:
+    def __init__(self, common: Common, slot: int, *, tell: Callable[[WireMessage], None]) -> None:
         """`tell(message)`, from any thread, is for the trainer."""
+        self._common = common
         self._slot = slot
-        self._store = store
-        self._agreement = agreement
-        self._secret = secret
         self._tell = tell
-        self._events = events
         # By the slot that holds it, with the node that has the slot.
         self._copiers: dict[int, tuple[int, SnapshotCopier]] = {}
 
@@ -49,8 +34,8 @@ class Copies:
         for former in self._copiers.keys() - set(targets):
             self._close(former)
         for target in targets:
-            node = self._agreement.nodes.of_slots[target]
-            if node == self._agreement.node:
+            node = self._common.agreement.nodes.of_slots[target]
+            if node == self._common.node:
                 self._copied(target, record.step, record.epoch)
                 continue
             if target in self._copiers and self._copiers[target][0] != node:
@@ -68,13 +53,13 @@ class Copies:
         self._copiers.pop(target)[1].close()
 
     def _open(self, target: int, node: int) -> SnapshotCopier:
-        addresses = self._agreement.addresses
-        own = self._agreement.node
+        common = self._common
+        addresses, own = common.agreement.addresses, common.node
         return SnapshotCopier(
-            self._store,
+            common.store,
             addresses[node],
             target,
-            secret=self._secret,
+            secret=common.spec.rendezvous.secret,
             relays=[address for other, address in addresses.items() if other not in (own, node)],
             on_copied=partial(self._copied, target),
             on_broken=partial(self._broken, target),
@@ -89,4 +74,4 @@ class Copies:
 
     def _broken(self, target: int, why: str) -> None:
         # The end of the target itself comes over its control link; this is only for the record.
-        self._events.emit("copy_broken", slot=self._slot, to=target, why=why)
+        self._common.events.emit("copy_broken", slot=self._slot, to=target, why=why)

@@ -1,4 +1,4 @@
-"""One trainer of a slot as its agent sees it: process, control link, how far it has come."""
+"""One trainer of a slot as its agent sees it: process, control link, page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from elaswave_plugin.agent.process_states import ProcessorWaits, ProcessStates
 from elaswave_plugin.core.agreement.hang import Sample
-from elaswave_plugin.core.agreement.messages import Facts, Raised
-from elaswave_plugin.core.codec import WireMessage, from_json
+from elaswave_plugin.core.agreement.life import Life, Process, Stage
+from elaswave_plugin.core.agreement.messages import Raised
+from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.dying import dying_by, resident_bytes
@@ -21,7 +23,7 @@ from elaswave_plugin.ipc.process_tree import describe_status
 from elaswave_plugin.ipc.process_work import WorkWatch
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.ipc.wire import Channel, Frame
+from elaswave_plugin.ipc.wire import Channel, Encoder, Frame
 
 # Of a script that never imported torch, or does not let torch import us.
 _UNKNOWN = (
@@ -43,84 +45,48 @@ _UNKNOWN_OPTION = (
     "elaswave.add_arguments(parser) before parser.parse_args(); a script of DeepSpeed's takes none,"
     " but a section in its JSON and `elaswave run --dir DIR`"
 )
-_KEPT = (
-    *("incarnation", "finished", "left", "returns", "saves_last", "delivered"),
-    *("end", "starts_again", "raised"),
-)
-OnExit = Callable[["TrainerSession", str, int | None], None]
-OnFrame = Callable[["TrainerSession", Frame], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainerSession:
     """One incarnation; `control` is there once it has called, and again where it calls again.
 
-    `facts`: it has joined, or waits to be let in; `delivered`: a view was delivered to it;
-    `undead`: it counts as gone, and its process is still there; `dying`: that one ends for sure,
-    once its memory is freed; `raised`: what ended its script;
-    `missing`: what its script lacks to join, where it has not;
-    `end`: how it ended, evidence and exit code, once that was told;
-    `starts_again`: another one is to be started in its place.
+    `on_frame(frame)`: it speaks; `on_gone(status)`: its process counts as gone, and is still there.
+    `encode`: the same for all trainers of the node.
+    `missing`: what its script lacks to join, where it has not; `layout`, `slow`: as it has told;
+    `late_in`: the line in which it was seen when it was late.
     """
 
     slot: int
-    incarnation: int
+    life: Life
     page: ProgressPage
+    reactor: Reactor
+    on_frame: Callable[[TrainerSession, Frame], None]
+    on_gone: Callable[[str], None]
+    encode: Encoder
     pid: int = 0
     pidfd: int = -1
     control: Channel | None = None
-    facts: Facts | None = None
-    delivered: bool = False
-    finished: bool = False
-    left: bool = False
-    saves_last: bool = False
-    returns: bool = False
-    lives: bool = True
-    undead: bool = False
-    dying: bool = False
     fence_evidence: str | None = None
-    raised: Raised | None = None
     missing: str = _UNKNOWN
-    end: tuple[str, int | None] | None = None
-    starts_again: bool = False
+    layout: dict[str, Any] | None = None
+    slow: tuple[tuple[int, str], ...] = ()
+    late_in: str | None = None
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
     work: WorkWatch = field(default_factory=WorkWatch)
     states: ProcessStates = field(default_factory=ProcessStates)
     _is_large: bool = field(init=False, default=False)
     _signal: int = field(init=False, default=0)
-    _reactor: Reactor = field(init=False)
-    _on_frame: OnFrame = field(init=False)
-    _on_exit: OnExit = field(init=False)
-    _on_late_exit: OnExit = field(init=False)
 
-    @property
-    def kept(self) -> Frame:
-        """The facts of it that an agent's next life needs, and it does not tell."""
-        return {name: getattr(self, name) for name in _KEPT}
-
-    def keep(self, kept: Frame) -> None:
-        """Begin with what an agent's earlier life has kept of it; not with its predecessor's."""
-        if kept["incarnation"] == self.incarnation:
-            for name in _KEPT:
-                setattr(self, name, kept[name])
-            self.raised = kept["raised"] and from_json(Raised, kept["raised"])
-
-    @property
-    def works(self) -> bool:
-        """True if it may be asked to take part in a view."""
-        return self.lives and not self.finished and not self.left
-
-    @property
-    def is_replacement(self) -> bool:
-        """True if it was started in the place of one that was lost, or beyond the launch."""
-        return self.incarnation > 0
+    def __post_init__(self) -> None:
+        self._look_for_its_end()
 
     def progress(self, awake_s: float) -> Sample | None:
         """Return how far it is, by its page; None where it does not work.
 
         See `ProgressPage.sample`.
         """
-        if not self.works:
+        if not self.life.works:
             return None
         pid, since_s = self.pid, self.page.since_s
         self.states.look(pid, progress_s=since_s, awake_s=awake_s)
@@ -153,10 +119,10 @@ class TrainerSession:
 
     def take_raised(self, raised: Raised, *, sealed: int) -> None:
         """It tells what ended its script."""
-        self.raised = replace(raised, when=self.when(sealed))
-        if self.finished:  # no loss any more, of which the leader would tell
+        self.life.raised = replace(raised, when=self.when(sealed))
+        if self.life.stage is Stage.FINISHED:  # no loss any more, of which the leader would tell
             whose = f"a worker (process {self.pid})"
-            say(f"{whose} failed after its last step:\n{self.raised.traceback.rstrip()}")
+            say(f"{whose} failed after its last step:\n{raised.traceback.rstrip()}")
 
     def end_of(
         self, status: str, exit_code: int | None, *, sealed: int, args: Sequence[str]
@@ -167,38 +133,18 @@ class TrainerSession:
         """
         if exit_code == 0:
             why = _UNTRAINED if sealed < 0 else _EARLY
-            self.raised = Raised(error=status, message=why, where="", when=self.when(sealed))
+            when = self.when(sealed)
+            self.life.raised = Raised(error=status, message=why, where="", when=when)
             return f"{status} before its work was finished"
         is_ours = any(one.startswith("--elaswave") for one in args)
-        if exit_code == EXIT_CONFIGURATION and self.facts is None and is_ours:
+        if exit_code == EXIT_CONFIGURATION and not self.life.has_come and is_ours:
             return f"{status} {_UNKNOWN_OPTION}"
-        return status if self.raised is None else f"{status}, {self.raised}"
+        return status if self.life.raised is None else f"{status}, {self.life.raised}"
 
     def send(self, message: WireMessage) -> None:
         """Tell it something; one without a link is told all that counts when it calls."""
         if self.control is not None:
-            self.control.send(message)
-
-    def send_encoded(self, data: bytes) -> None:
-        """The same, for what several are told and was encoded once."""
-        if self.control is not None:
-            self.control.send_encoded(data)
-
-    def attach(
-        self,
-        reactor: Reactor,
-        *,
-        on_frame: OnFrame,
-        on_exit: OnExit,
-        on_late_exit: OnExit,
-    ) -> None:
-        """Have the reactor call these as it speaks and ends.
-
-        `on_late_exit`: it has ended after all, once `on_exit` had said that it does not.
-        """
-        self._reactor, self._on_frame = reactor, on_frame
-        self._on_exit, self._on_late_exit = on_exit, on_late_exit
-        self._look_for_its_end()
+            self.control.send_encoded(self.encode(message))
 
     def started(self, pid: int, pidfd: int) -> None:
         """It runs."""
@@ -211,7 +157,7 @@ class TrainerSession:
         if self.control is not None:
             self.control.close()
         self.control = Channel(
-            self._reactor, sock, on_frame=partial(self._on_frame, self), on_close=_its_end_comes
+            self.reactor, sock, on_frame=partial(self.on_frame, self), on_close=_its_end_comes
         )
 
     def send_signal(self, number: int) -> None:
@@ -236,7 +182,7 @@ class TrainerSession:
         that it was writing may. And what it holds, such as a device, is not free before it ends.
         """
         self.send_signal(signal.SIGKILL)
-        self._reactor.after(DIES_WITHIN_S, self._give_up)
+        self.reactor.after(DIES_WITHIN_S, self._give_up)
 
     def fence(self, evidence: str) -> None:
         """Kill it; its exit is reported with this evidence."""
@@ -246,37 +192,29 @@ class TrainerSession:
     def _look_for_its_end(self) -> None:
         """See a large process end before its memory is freed: it does nothing more by then."""
         pid = self.pid
-        if not self.lives:
+        if not self.life.lives:
             return
         if pid and not self._is_large:
             self._is_large = resident_bytes(pid) >= LARGE_BYTES
         if self._is_large and (number := dying_by(pid)):
-            self.dying = True
-            self._count_as_gone(f"{describe_status(number)[0]}, and its memory is being freed")
+            self.life.process = Process.ENDS
+            self.on_gone(f"{describe_status(number)[0]}, and its memory is being freed")
         else:
-            self._reactor.after(LOOK_S if self._is_large else SELDOM_S, self._look_for_its_end)
+            self.reactor.after(LOOK_S if self._is_large else SELDOM_S, self._look_for_its_end)
 
     def _give_up(self) -> None:
-        if self.lives:
+        if self.life.lives:
+            self.life.process = Process.STUCK
             status = f"SIGKILL has not ended it within {DIES_WITHIN_S:g} s"
             if self.fence_evidence is not None:
                 self.fence_evidence += f"; {status}"
-            self._count_as_gone(status)
+            self.on_gone(status)
 
-    def _count_as_gone(self, status: str) -> None:
-        """Report its end, although its process is still there."""
-        self.lives, self.undead = False, True
-        self._on_exit(self, status, None)
-
-    def ended(self, status: int | None, why: str, exit_code: int | None) -> None:
-        """Its process is gone: by a wait status where one is known, else `why`."""
-        text, code = (why, exit_code) if status is None else describe_status(status)
+    def hear_the_rest(self) -> None:
+        """Its process is gone: take in what it said last."""
         if self.control is not None:
             self.control.drain()
             self.control.close()
-        told = self._on_late_exit if self.undead else self._on_exit
-        self.lives = self.undead = False
-        told(self, text, code)
 
     def close(self) -> None:
         """Let go of its descriptors."""

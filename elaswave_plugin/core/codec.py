@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import IntEnum
 from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -92,8 +93,9 @@ def shortened(value: Any) -> Any:
 def from_json(hint: Any, record: Any) -> Any:
     """Return what `to_json` described; raises UnreadableMessageError for anything else.
 
-    `hint`: a dataclass or a union of messages. Their fields may be scalars, tuples, sequences,
-    mappings, dataclasses and messages, each of these or None, and Any for what is read elsewhere.
+    `hint`: a dataclass or a union of messages. Their fields may be scalars, IntEnums, tuples,
+    sequences, mappings, dataclasses and messages, each of these or None, and Any for what is read
+    elsewhere.
     """
     try:
         return _reader(hint)(record)
@@ -134,6 +136,8 @@ def _reader(hint: Any) -> Reader:
         return partial(_read_each, tuple(map(_reader, inner)))
     if is_typeddict(hint):
         return partial(_checked, dict)
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return hint
     if origin is None:
         return partial(_checked, (int, float) if hint is float else hint)
     if issubclass(origin, Mapping):

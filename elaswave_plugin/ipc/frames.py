@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample, Waiting
 from elaswave_plugin.core.agreement.messages import (
+    AllSealed,
+    Begun,
+    Detached,
     Facts,
     Message,
+    Notice,
     Raised,
+    Replan,
+    Settled,
     Severed,
     Stop,
 )
@@ -37,14 +44,6 @@ class Ready(WireMessage):
     """It comes later, has built all, and waits to be let in."""
 
     facts: Facts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun(WireMessage):
-    """It has begun this step, and waits before the next one where view `epoch` begins."""
-
-    epoch: int
-    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,25 +75,10 @@ class Sealed(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release(WireMessage):
-    """It needs nothing any more that was sealed before `epoch`."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(WireMessage):
     """Progress in an announced phase: the deadline of its answer starts again."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replan(WireMessage):
-    """It asks for another view of the same members than that of `epoch`."""
-
-    epoch: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +97,6 @@ class Leave(WireMessage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abandon(WireMessage):
-    """The job cannot go on."""
-
-    reason: str
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(WireMessage):
     """A description of the places of all workers."""
 
@@ -134,14 +110,6 @@ class SlowSeen(WireMessage):
     slow: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotJoined(WireMessage):
-    """It trains (else: has ended) without having joined; `missing`: what its script lacks."""
-
-    trains: bool
-    missing: str
-
-
 FromTrainer = (
     Join
     | Ready
@@ -150,15 +118,15 @@ FromTrainer = (
     | SetConstants
     | Quiesced
     | Sealed
-    | Release
+    | Settled
     | Progress
     | Severed
     | Replan
     | Raised
-    | NotJoined
+    | Detached
     | Finish
     | Leave
-    | Abandon
+    | Stop
     | Layout
     | SlowSeen
 )
@@ -167,43 +135,10 @@ FromTrainer = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Propose(WireMessage):
-    """Stop for a view, within `within_s` seconds, for the reason given.
-
-    `boundary`: between two steps, `before_step` once it is known before which.
-    """
-
-    epoch: int
-    reason: str
-    within_s: float
-    boundary: bool
-    before_step: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notice(WireMessage):
-    """It is to leave between two steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CutsWanted(WireMessage):
     """A request for these layers of each stage."""
 
     cuts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewView(WireMessage):
-    """A view is decided, after those `before` it, which are new as well; payload: a `Payload`."""
-
-    before: tuple[MembershipView, ...]
-    view: MembershipView
-    payload: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started(WireMessage):
-    """Every trainer has sealed its first snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +169,7 @@ class StartDetached(WireMessage):
 
 
 FromAgent = (
-    Propose | Notice | Stop | CutsWanted | NewView | Started | Copied | Copying | StartDetached
+    Ring | Notice | Stop | CutsWanted | Deliver | AllSealed | Copied | Copying | StartDetached
 )
 
 # ---- on a link between agents, beside the agreement's -------------------------------------------

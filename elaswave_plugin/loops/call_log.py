@@ -24,6 +24,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.guarded import guarded
 from elaswave_plugin.recovery.handshake import Handshake
+from elaswave_plugin.values.set_within import set_within
 
 Result = TypeVar("Result")
 # Makes a step, by its number; None where the script gives it up before its update.
@@ -41,14 +42,12 @@ class Knowledge(Protocol):
 
     def tell(self) -> Any:
         """Return what goes to every worker; a plain value, and not None."""
-        ...
 
     def follow(self, step: int, told: Sequence[Any]) -> None:
         """Teach the workers who know nothing, before ``step``; called on every worker.
 
         ``told``: by rank, None for those, and behind the last rank what was noted, if nobody knows.
         """
-        ...
 
 
 class _Part:
@@ -97,7 +96,8 @@ class CallLog:
         self._passed = self._reached = self.worker.completed
         self.is_lagging = self.worker.detached
         """Whether the script is at what the others have behind them, where it meets nobody."""
-        self._inside = False
+        self.is_inside = False
+        """True while a call is being made, of which others are a part."""
         # By the number of the step: its calls, and what makes it.
         self._parts: dict[int, list[_Part]] = {}
         self._attempts: dict[int, Attempt] = {}
@@ -120,11 +120,6 @@ class CallLog:
     def works_done(self) -> int:
         """The number of pieces of work between steps that all workers have completed."""
         return self._steps.works_done
-
-    @property
-    def is_inside(self) -> bool:
-        """True while a call is being made, of which others are a part."""
-        return self._inside
 
     def start(self) -> None:
         """Seal the initial state; no worker trains before all have done so."""
@@ -162,7 +157,7 @@ class CallLog:
         ``keep()`` returns what puts back what the script has set before it. None where the others
         have that step behind them. Within another call it is a part of that.
         """
-        if self._inside:
+        if self.is_inside:
             return work()
         self.arrive()
         if self.is_lagging:
@@ -234,7 +229,7 @@ class CallLog:
         """
         if self.is_lagging:
             return detached
-        if self._inside:
+        if self.is_inside:
             return self._announced(work, phase)
         results: list[Result | None] = []
         state, done, epoch = self._steps.state, self.works_done, self.worker.view.epoch
@@ -257,7 +252,7 @@ class CallLog:
 
     def beside(self, work: Callable[[], Result]) -> Result:
         """Do what some workers do where others are elsewhere, and again after every recovery."""
-        if self._inside:
+        if self.is_inside:
             return work()
         results: list[Result] = []
         state, life = self._steps.state, self._life
@@ -319,11 +314,8 @@ class CallLog:
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Run ``work``, and again after every recovery that interrupts it."""
-        self._inside = True
-        try:
+        with set_within(self, "is_inside", True):
             guarded(work, self._recover, blame=self._steps.blame)
-        finally:
-            self._inside = False
 
     def _attempt_step(self) -> None:
         """Make the step that comes next in the job; raises EpochChanged where interrupted."""

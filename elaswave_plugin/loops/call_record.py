@@ -42,13 +42,15 @@ class CallRecord:
         draws: Callable[[], Any] = lambda: None,
         follow_draws: Callable[[Any], object] = lambda told: None,
         own: Collection[str] = (),
+        when_level: Callable[[], object] = lambda: None,
     ) -> None:
         """``lags()``: whether the script is at steps that the others have behind them.
 
         ``draws()``: what its draws follow from behind a call, a plain value; ``follow_draws`` has
         them follow from that again. ``own``: calls that some workers' scripts make, and others not.
+        ``when_level()``: the script has come to the call that the others make next.
         """
-        self._lags = lags
+        self._lags, self._level = lags, when_level
         self._draws, self._follow_draws = draws, follow_draws
         self._own = frozenset([*own, *(f"{call} {_ENDS}" for call in own)])
         self._blocks: list[bytes] = []
@@ -147,9 +149,6 @@ class CallRecord:
             self._coming.clear()
             self._level()
         return None
-
-    def _level(self) -> None:
-        """The script has come to the call that the others make next."""
 
     def pass_over(self, call: str, own: Any = None) -> Any:
         """Return what the next call returned to the others; raises ConfigurationError for another.

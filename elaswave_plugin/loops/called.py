@@ -18,6 +18,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.user import UserLoop
 from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.values.set_within import set_within
 
 Result = TypeVar("Result")
 # A recovery goes back to the last step that is sealed everywhere: the present one or the last.
@@ -46,12 +47,8 @@ class CalledLoop(UserLoop):
         self._known: dict[int, CalledStep] = {}
         # The step whose batches have been read in this view.
         self._opened: int | None = None
-        self._inside = False
-
-    @property
-    def inside(self) -> bool:
+        self.inside = False
         """True while a step or a work runs, which is called again after a loss."""
-        return self._inside
 
     def open(self, step: CalledStep) -> None:
         """Begin the next step and read its batches."""
@@ -85,7 +82,7 @@ class CalledLoop(UserLoop):
         self, work: Callable[[], Result], *, instead: Callable[[], Result], counts: bool = True
     ) -> Result:
         """A part of a step; between two steps, ``work`` is called again after a recovery."""
-        return work() if self._inside else self._again(work)
+        return work() if self.inside else self._again(work)
 
     def complete_step(self, update: Callable[[], StepReport]) -> None:
         """The end of a step: ``update()`` applies it."""
@@ -100,7 +97,7 @@ class CalledLoop(UserLoop):
         It starts again after a recovery, and everyone leaves it together. None for a save that the
         storage has failed.
         """
-        if self._inside:
+        if self.inside:
             return work()
         steps, wanted = self._steps, self._steps.works_done + 1
         results: list[Result | None] = []
@@ -129,16 +126,13 @@ class CalledLoop(UserLoop):
         """Run ``work`` once ``completed`` steps are complete, whatever interrupts on the way."""
 
         def attempt() -> Result:
-            before, self._inside = self._inside, True
-            try:
+            with set_within(self, "inside", True):
                 while self.worker.completed < completed:
                     self.worker.relief.step(self._attempt_step)
                 self.worker.phases.step = self.worker.completed
                 result = work()
                 self._steps.note_recovery()
                 return result
-            finally:
-                self._inside = before
 
         return guarded(attempt, self._recover, blame=self._steps.blame)
 

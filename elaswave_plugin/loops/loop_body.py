@@ -18,6 +18,7 @@ from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import LARGEST, CallRecord
 from elaswave_plugin.trainer.fatal import end_in_a_sentence, ends_in_a_sentence
 from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.set_within import set_within
 
 _GATHER = "allgather"
 
@@ -218,13 +219,8 @@ class LoopBody:
             # They were more or fewer then.
             like = args[1] if isinstance(args[1], torch.Tensor) else args[1][0]
             args = ([torch.empty_like(like) for _ in group.members], *args[1:])
-        links = self._worker.links
-        before, links.detached = links.detached, True
-        try:
-            with self.closed():
-                started = start(*args)
-        finally:
-            links.detached = before
+        with set_within(self._worker.links, "detached", True), self.closed():
+            started = start(*args)
         if self._record is not None:
             found = started.result() if outputs is None else outputs
             self._record.fill(call, [one.detach() for one in found])

@@ -20,8 +20,7 @@ class SharedRecord(CallRecord):
 
         ``when_level()``: the script has come to the call that the others make next.
         """
-        super().__init__(own=own)
-        self._when_level = when_level
+        super().__init__(own=own, when_level=when_level)
         # Calls of all that were made, and those that are to be passed over.
         self._known = 0
         self._came_later = False
@@ -64,9 +63,6 @@ class SharedRecord(CallRecord):
             f"the script of this worker calls {mine} where that of another one had called {theirs}"
             " when a loss met them: all workers' scripts have to make the same calls"
         )
-
-    def _level(self) -> None:
-        self._when_level()
 
     def _is_met(self, entry: Entry) -> bool:
         return entry[0] not in self._own

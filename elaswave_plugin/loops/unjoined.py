@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elaswave_plugin.ipc.frames import NotJoined
 from elaswave_plugin.ipc.progress_page import page_fd, page_of
 from elaswave_plugin.trainer.agent_contact import AgentContact
 
@@ -59,7 +58,7 @@ class _Watch:
         # Where no agent is there, this process is about to be killed.
         with contextlib.suppress(OSError):
             contact = AgentContact.from_environment(self._environ)
-            contact.say(NotJoined(trains=trains, missing=_missing()))
+            contact.say_detached(trains=trains, missing=_missing())
 
 
 def _missing() -> str:

@@ -48,8 +48,8 @@ class UserLoop:
         # Batches that were served since the step began.
         self.iteration = 0
         self.dead = steps.worker.detached
-        # Whether the script is at what the others have behind them.
-        self._lagging = False
+        self.is_lagging = False
+        """Whether the script is at what the others have behind them."""
         self.meets = False
         """Whether after a recovery all scripts come to the same call, and make it together."""
         # Where it is dead: whether no batch of the step that is redone had been served here.
@@ -67,17 +67,8 @@ class UserLoop:
 
     def set_lagging(self, lagging: bool) -> None:
         """Set whether the script is at what the others have completed, where it meets none."""
-        self._lagging = lagging
+        self.is_lagging = lagging
         self.worker.links.detached = lagging or self.worker.detached
-
-    def lag(self, lagging: bool) -> None:
-        """Set that in a recovery, in which it meets them, for what comes behind it."""
-        self._lagging = lagging
-
-    @property
-    def is_lagging(self) -> bool:
-        """True if the script is at what the others have behind them."""
-        return self._lagging
 
     def pass_over(self) -> None:
         """A batch that the others have behind them: no recovery has to wait for the last one."""
@@ -119,7 +110,7 @@ class UserLoop:
         """
 
         def made() -> Result:
-            is_dead = self._lagging or (self.dead and not (counts and self.meets))
+            is_dead = self.is_lagging or (self.dead and not (counts and self.meets))
             return instead() if is_dead else work()
 
         return self._again_after(made)
@@ -147,7 +138,7 @@ class UserLoop:
                 f" {self.worker.completed}, after {self.iteration} of its batches: call it behind"
                 " the engine.step() by which engine.global_steps has grown"
             )
-        if self.worker.detached or self._lagging or (self.dead and not self.between):
+        if self.worker.detached or self.is_lagging or (self.dead and not self.between):
             return None
         step, done = self.worker.completed, self._steps.works_done
         result: Result | None = None
@@ -212,4 +203,4 @@ class UserLoop:
 
         restore()
         guarded(self._after_recovery, restore, blame=self._steps.blame)
-        self.worker.links.detached = self._lagging
+        self.worker.links.detached = self.is_lagging

@@ -7,6 +7,8 @@ from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.agreement.messages import (
     Detached,
     Raised,
+    Replan,
+    Severed,
 )
 from elaswave_plugin.testing.virtual_job import NEW_LINK, VirtualJob
 
@@ -130,7 +132,8 @@ class Cluster(VirtualJob):
         """Tell trainers (SLOTS) what layout somebody wants."""
         for slot in self.slots(words):
             if (agreement := self.agent_of(slot)) is not None:
-                agreement.replan("layers move", self.now_s)
+                epoch = agreement.committed.epoch
+                agreement.tell_leader(Replan(epoch=epoch, reason="layers move"), self.now_s)
                 self.settle(agreement.node)
 
     def _do_seal(self, words: list[str]) -> None:
@@ -189,7 +192,8 @@ class Cluster(VirtualJob):
         """Break a data link of trainers (SLOTS), which stay alive."""
         for slot in self.slots(words):
             if (agreement := self.agent_of(slot)) is not None:
-                agreement.severed(self.commits[slot][-1].epoch, "a link broke", self.now_s)
+                epoch = self.commits[slot][-1].epoch
+                agreement.tell_leader(Severed(epoch=epoch, evidence="a link broke"), self.now_s)
                 self.settle(agreement.node)
 
     def _do_kill(self, words: list[str]) -> None:

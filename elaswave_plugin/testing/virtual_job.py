@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from elaswave_plugin.core.agreement.effects import (
-    Connect,
     Deliver,
     Disconnect,
     Dismiss,
@@ -298,8 +297,6 @@ class VirtualJob:
                 if effect.node in self.alive and effect.node not in self.ends:
                     self.alive[effect.node].lost(node, "its connection closed")
                     self.settle(effect.node)
-            case Connect():
-                pass  # links are there once somebody speaks
             case Fence():
                 self.say(f"{effect.slot}: fence: {effect.evidence}")
             case Over():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from elaswave_plugin.core.agreement.messages import Detached
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.ipc.environment import AGENT, INCARNATION, JOB_SECRET_FD, SLOT
 from elaswave_plugin.ipc.secret import Secret
@@ -52,3 +53,7 @@ class AgentContact:
         if os.getpid() != self.pid:
             return False
         return say_once(self.address, self.secret, self.slot, self.incarnation, message)
+
+    def say_detached(self, *, trains: bool, missing: str) -> bool:
+        """Say that the trainer works, or has ended, without having joined the job."""
+        return self.say(Detached(slot=self.slot, trains=trains, missing=missing))

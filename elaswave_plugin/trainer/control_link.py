@@ -15,9 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
+from elaswave_plugin.core.agreement.messages import Begun
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.errors import JobStopped
-from elaswave_plugin.ipc.frames import SAY, TRAINER, Begun, Progress, SetConstants
+from elaswave_plugin.ipc.frames import SAY, TRAINER, Progress, SetConstants
 from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.secret import Secret

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
+from elaswave_plugin.core.agreement.messages import Stop
 from elaswave_plugin.errors import (
     CheckpointUnreadableError,
     ConfigurationError,
@@ -20,7 +21,6 @@ from elaswave_plugin.errors import (
     WeightsDifferError,
 )
 from elaswave_plugin.ipc.environment import AGENT, INCARNATION, SLOT
-from elaswave_plugin.ipc.frames import Abandon
 from elaswave_plugin.trainer.agent_contact import AgentContact
 from elaswave_plugin.words import check_words
 
@@ -98,5 +98,5 @@ def end_in_a_sentence(error: ElasWaveError) -> NoReturn:
         print(f"elaswave: worker {os.environ[SLOT]}, started again: {error}", file=sys.stderr)
     elif isinstance(error, _OF_THE_JOB):
         contact = AgentContact.from_environment(os.environ)
-        contact.say(Abandon(reason=str(error), exit_code=code))
+        contact.say(Stop(reason=str(error), exit_code=code))
     raise SystemExit(code) from error

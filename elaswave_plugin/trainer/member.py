@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import elaswave_plugin.ipc.frames as said
+from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
-from elaswave_plugin.core.agreement.messages import Severed, Stop
+from elaswave_plugin.core.agreement.messages import (
+    AllSealed,
+    Begun,
+    Notice,
+    Replan,
+    Settled,
+    Severed,
+    Stop,
+)
 from elaswave_plugin.core.agreement.payload import read_payload
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 from elaswave_plugin.core.codec import UnreadableMessageError, WireMessage, from_json, to_json
@@ -299,7 +308,7 @@ class Member:
 
     def release(self, epoch: int) -> None:
         """Tell that all of `epoch` is sealed twice: what others sealed before it may go."""
-        self._link.send(said.Release(epoch=epoch))
+        self._link.send(Settled(slot=self.slot, epoch=epoch))
 
     def wait_copied(self, step: int, timeout_s: float) -> None:
         """Wait until every target holds its copy of the own snapshot of `step`.
@@ -367,7 +376,7 @@ class Member:
 
     def replan(self, reason: str) -> None:
         """Ask for a view of the same members between two steps: facts name what it is for."""
-        self._link.send(said.Replan(epoch=self._returned_epoch, reason=reason))
+        self._link.send(Replan(epoch=self._returned_epoch, reason=reason))
 
     def severed(self, epoch: int, evidence: str) -> None:
         """A link to another worker broke in this epoch while it was needed."""
@@ -451,7 +460,7 @@ class Member:
 
     def _take(self, message: said.FromAgent) -> None:
         match message:
-            case said.Propose():
+            case Ring():
                 if not self._can_wait(message):
                     self._interrupt(message)
             case Stop():
@@ -463,23 +472,25 @@ class Member:
         with self._changed:
             self._changed.notify_all()
 
-    def _interrupt(self, proposal: said.Propose) -> None:
+    def _interrupt(self, proposal: Ring) -> None:
+        epoch = proposal.ballot.epoch
         if not self._awaited():
             self._proposed_at_s = time.monotonic()
         self._answer_within_s = proposal.within_s
         # The flag before the bell: threads that the doorbell wakes must find it set.
         self._proposed_reason = proposal.reason
-        self._proposed_epoch = proposal.epoch
-        self._on_propose(proposal.epoch, proposal.reason)
+        self._proposed_epoch = epoch
+        self._on_propose(epoch, proposal.reason)
 
     def _note(self, message: said.FromAgent) -> None:
         """Keep what a thread waits for; the condition is held."""
         match message:
-            case said.NewView():
-                if message.view.epoch > self._told_epoch:
-                    self._commits.append(_read_commit(message))
-                    self._told_epoch = message.view.epoch
-            case said.Started():
+            case Deliver():
+                commit = _read_commit(message)
+                if commit.view.epoch > self._told_epoch:
+                    self._commits.append(commit)
+                    self._told_epoch = commit.view.epoch
+            case AllSealed():
                 self._started = True
             case said.Copied():
                 # Of the newest snapshot of its step, or of one that counts no more.
@@ -488,18 +499,18 @@ class Member:
                 self._moving_s[message.slot] = time.monotonic()
             case said.StartDetached():
                 self._detached = message
-            case said.Notice():
+            case Notice():
                 self.told_to_leave = True
             case said.CutsWanted():
                 self.cuts_wanted = message.cuts
 
-    def _can_wait(self, proposal: said.Propose) -> bool:
+    def _can_wait(self, proposal: Ring) -> bool:
         """Decide whether a proposal waits for a boundary between steps, and note it for then.
 
         It does not wait where no step runs, nor where the others stand before one that has begun
         here.
         """
-        epoch, before_step = proposal.epoch, proposal.before_step
+        epoch, before_step = proposal.ballot.epoch, proposal.before_step
         with self._changed:
             # A commit ends its proposal when it arrives: a thread that took it is in its recovery,
             # and waits there for this worker.
@@ -515,17 +526,18 @@ class Member:
         if before_step is None:
             # Where the agent is gone, the listening side says so.
             with contextlib.suppress(JobStopped):
-                self._link.send(said.Begun(epoch=epoch, step=step))
+                self._link.send(Begun(ballot=proposal.ballot, step=step))
         return True
 
 
-def _read_commit(message: said.NewView) -> Commit:
+def _read_commit(message: Deliver) -> Commit:
     try:
-        told = read_payload(message.payload)
+        told = read_payload(message.committed.payload)
     except ValueError as error:
-        raise UnreadableMessageError("new_view", f" with a payload: {error}") from error
-    path = (*message.before, message.view)
-    return Commit(view=message.view, facts=told.facts, inventory=told.inventory, path=path)
+        raise UnreadableMessageError("deliver", f" with a payload: {error}") from error
+    view = message.committed.proposal.view
+    path = (*message.skipped, view)
+    return Commit(view=view, facts=told.facts, inventory=told.inventory, path=path)
 
 
 def _ignore(epoch: int, reason: str) -> None:

@@ -17,6 +17,7 @@ from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.megatron.world import leave_start_to_script
+from elaswave_plugin.around import around
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -39,7 +40,7 @@ def parsed(*words: str) -> tuple[argparse.Namespace, list[str]]:
         native = native.__wrapped__
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int)
-    found: tuple[argparse.Namespace, list[str]] = megatron_core._without_ours(native)(parser, words)
+    found: tuple[argparse.Namespace, list[str]] = megatron_core._without_ours(native, parser, words)
     return found
 
 
@@ -100,9 +101,9 @@ class _Made:
 
 def test_a_script_behind_the_others_counts_as_they_did_and_saves_nothing() -> None:
     start, written = megatron_core._Start(), list[object]()
-    width = start.as_then(lambda group=None: 4)
-    gather = start.gathered_then(lambda into, one, group: into.append("native"))
-    save = start.once(lambda one, path: written.append(one))
+    width = around(start.as_then)(lambda group=None: 4)
+    gather = around(start.gathered_then)(lambda into, one, group: into.append("native"))
+    save = around(start.once)(lambda one, path: written.append(one))
     for made, seen in (
         (None, 4),
         (_Made(None, is_behind=True), 4),
@@ -122,10 +123,9 @@ def test_a_script_behind_the_others_counts_as_they_did_and_saves_nothing() -> No
 
 def test_a_device_is_chosen_where_there_is_one(of_a_job: Callable[..., None]) -> None:
     chosen = list[int]()
-    choose = megatron_core._where_there_is_one(chosen.append)
-    choose(0)
+    megatron_core._where_there_is_one(chosen.append, 0)
     of_a_job("--elaswave")
-    choose(1)
+    megatron_core._where_there_is_one(chosen.append, 1)
     assert chosen == [0, *([1] if torch.cuda.is_available() else [])]
 
 

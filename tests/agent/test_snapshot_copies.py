@@ -1,6 +1,7 @@
 """Copiers of a worker's snapshots: one for each holder on another node, and none for others."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -54,10 +55,9 @@ class Case:
         self.agreement = Agreement(node=0, nodes=(0, 0, 1, 2), timeouts=Timeouts())
         self.agreement.addresses = {node: f"h:{node}" for node in range(3)}
         self.told: list[object] = []
-        nothing = cast("Any", None)
-        self.copies = Copies(
-            0, nothing, self.agreement, secret=SECRET, tell=self.told.append, events=nothing
-        )
+        spec = SimpleNamespace(rendezvous=SimpleNamespace(secret=SECRET))
+        common = SimpleNamespace(agreement=self.agreement, node=0, spec=spec, store=None)
+        self.copies = Copies(cast("Any", common), 0, tell=self.told.append)
 
     def send(self, step: int, targets: tuple[int, ...]) -> None:
         self.copies.send(sealed(0, step), targets)

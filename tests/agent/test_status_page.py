@@ -3,8 +3,8 @@
 import io
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,12 +20,12 @@ from elaswave_plugin.cli.status_screen import draw_nodes, draw_status, draw_work
 from elaswave_plugin.core.agreement.effects import Ring
 from elaswave_plugin.core.agreement.hang import OUTSIDE, Sample
 from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.life import Life, Process, Stage
 from elaswave_plugin.core.agreement.messages import Ballot
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
-from elaswave_plugin.ipc.frames import Join, Progress, Quiesced, Ready, SlowSeen
 
 Record = dict[str, Any]
 
@@ -107,12 +107,19 @@ def agreement(*nodes: int) -> Agreement:
     return made
 
 
+def trainer_of(slot: int, *, stage: Stage = Stage.TRAINING, slow: Any = ()) -> Any:
+    """A trainer as its agent knows it."""
+    life, told = Life(incarnation=0, stage=stage), {"slow": slow, "layout": None, "late_in": None}
+    return SimpleNamespace(slot=slot, pid=200 + slot, life=life, **told)
+
+
 def answered(part: Agreement, *boards: StatusBoard) -> Record:
     """The answers of an agent, with these boards of its workers."""
-    seats = {
-        slot: SimpleNamespace(status=lambda now_s, one=one: one.report(None, now_s=now_s))
-        for slot, one in enumerate(boards)
-    }
+
+    def status(slot: int, now_s: float) -> Record:
+        return boards[slot].report(trainer_of(slot), None, now_s=now_s)
+
+    seats = {slot: SimpleNamespace(status=partial(status, slot)) for slot in range(len(boards))}
     agent = SimpleNamespace(
         _agreement=part,
         _life=0,
@@ -128,7 +135,7 @@ def answered(part: Agreement, *boards: StatusBoard) -> Record:
 
 
 def ring(epoch: int, **more: Any) -> Ring:
-    return Ring(ballot=Ballot(term=0, leader=0, epoch=epoch), reason="r", **more)
+    return Ring(ballot=Ballot(term=0, leader=0, epoch=epoch), reason="r", within_s=1.0, **more)
 
 
 def sealed(owner: int, step: int, epoch: int, holder: int) -> Record:
@@ -148,7 +155,7 @@ def test_the_newest_view_holds_and_its_losses() -> None:
 def test_the_reserve_is_room_and_no_loss() -> None:
     part = agreement(0, 1, NOWHERE)
     part.lost(1, "its connection closed")
-    told = answered(part, StatusBoard(0))
+    told = answered(part, StatusBoard())
     assert [one["slot"] for one in told["lost"]] == [1] and told["vacant"] == [2]
     status = merge([told], silent={}, now_s=5.0)
     assert column(status, "slot") == [0, 1] and "; 1 more may join" in drawn(status)
@@ -182,9 +189,7 @@ def test_a_worker_without_progress_is_suspected_with_who_waits_for_it() -> None:
 
 def test_a_slow_worker_is_suspected_unless_something_is_worse() -> None:
     slow = ((1, "takes 1.60x as long"), (2, "takes 9.00x as long"))
-    board = StatusBoard(0)
-    board.heard(SlowSeen(slow=slow))
-    told = board.report(None, now_s=0.0)["slow"]
+    told = StatusBoard().report(trainer_of(0, slow=slow), None, now_s=0.0)["slow"]
     lost = [{"slot": 2, "evidence": "its link is gone"}]
     status = merge([answer(0, slow=told, lost=lost), answer(1)], silent={}, now_s=5.0)
     assert column(status, "suspicion") == [None, "takes 1.60x as long", "its link is gone"]
@@ -250,50 +255,32 @@ def test_the_pairs_that_do_not_hear_each_other_are_named() -> None:
     assert "node 2 hears nothing of node 1 for 4 s" in drawn(status)
 
 
-def test_the_phases_of_a_board() -> None:
-    board = StatusBoard(0)
-
-    view = first_view((0,))
-    seen = [board.report(None, now_s=2.0)["phase"]]
-    actions: list[Callable[[], None]] = [
-        lambda: board.started(5, 0),
-        lambda: board.heard(Join(facts={}, respawn=0)),
-        lambda: board.proposed(ring(1), 1.0),
-        lambda: board.committed([view], 1.0),
-        lambda: board.proposed(ring(2, boundary=True), 1.0),
-        lambda: board.proposed(ring(2, boundary=True, before_step=5), 1.0),
-        lambda: board.heard(Progress(text="evaluation")),
-        lambda: board.heard(Quiesced(epoch=2, facts={})),
-        lambda: board.committed([view], 1.0),
-        lambda: board.exited("killed by SIGKILL"),
-        lambda: board.started(6, 1),
-        lambda: board.heard(Join(facts={}, respawn=0)),
-        lambda: board.heard(Ready(facts={})),
-        lambda: board.committed([view], 1.0),
-        board.dismissed,
-        lambda: board.exited("exit code 0"),
-    ]
-    for happens in actions:
-        happens()
-        seen.append(board.report(None, now_s=2.0)["phase"])
-    first = "starting starting joined joined training training stopping evaluation quiesced"
-    second = ["training", "exited", "starting", "building", "waiting to enter", "training"]
-    assert seen == [*first.split(), *second, "leaving", "leaving"]
+def test_a_worker_that_leaves_is_not_shown_as_one_that_died() -> None:
+    board, trainer = StatusBoard(), trainer_of(0)
+    trainer.life.process, trainer.life.end = Process.GONE, ("killed by SIGKILL", None)
+    told = board.report(trainer, None, now_s=2.0)
+    assert (told["trainer_pid"], told["phase"]) == (0, "exited")
+    assert told["exited"] == "killed by SIGKILL"
+    trainer = trainer_of(0, stage=Stage.LEAVING)
+    trainer.life.process = Process.GONE
+    assert board.report(trainer, None, now_s=2.0)["phase"] == "leaving"
 
 
-def test_what_the_predecessor_died_of_is_forgotten() -> None:
-    board = StatusBoard(0)
-
-    board.started(5, 0)
-    board.exited("killed by SIGKILL")
-    died = board.report(None, now_s=2.0)["exited"]
-    board.started(6, 1)
-    assert (died, board.report(None, now_s=2.0)["exited"]) == ("killed by SIGKILL", None)
+def test_a_proposal_is_late_where_it_cannot_wait() -> None:
+    board, trainer = StatusBoard(), trainer_of(0)
+    assert board.report(trainer, None, now_s=2.0)["proposal"] is None
+    late = []
+    for asked in (ring(2, boundary=True), ring(2, boundary=True, before_step=5), ring(3)):
+        board.proposed(asked, 1.0)
+        late.append(board.report(trainer, None, now_s=2.0)["proposal"]["late"])
+    assert late == [False, True, True]
+    board.answered()
+    assert not board.report(trainer, None, now_s=2.0)["proposal"]["late"]
 
 
 def test_a_view_is_among_the_views_as_soon_as_it_is_the_one() -> None:
     """It is decided a moment before the trainers are told, and a request may come in between."""
-    board, part = StatusBoard(0), agreement(0, 1)
+    board, part = StatusBoard(), agreement(0, 1)
     assert answered(part, board)["views"] == []
     view = replace(part.committed, epoch=1, reason="a worker was lost")
     part.history.append(view)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from enum import IntEnum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_plugin.core.agreement.life import Life
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView
 from elaswave_plugin.core.codec import (
@@ -25,7 +27,7 @@ from tests.core.over_the_wire import again, as_json
 
 SAID = [(side, one) for side in (FromTrainer, FromAgent, FromPeer) for one in get_args(side)]
 NAMES = [one.__name__ for _, one in SAID]
-NOTED = (Record, WorkerFacts, Peer)
+NOTED = (Record, Life, WorkerFacts, Peer)
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(),
     float: st.floats(allow_nan=False),
@@ -56,6 +58,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         if hint is FailureEvent:
             given["kind"] = st.sampled_from(("exit", "lost", "leave"))
         return st.builds(hint, **given)
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return st.sampled_from(hint)
     if is_typeddict(hint):
         return st.dictionaries(st.text(max_size=3), ANYTHING, max_size=2)
     if origin in (Union, UnionType):
@@ -147,14 +151,17 @@ def test_what_is_no_message_is_refused(side: Any, record: Any) -> None:
 
 def test_a_flaw_inside_is_named() -> None:
     view = {"epoch": 3, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "reason": ""}
-    said = {"t": "new_view", "before": [], "view": view, "payload": ""}
-    with pytest.raises(UnreadableMessageError, match=r"new_view' with something .*a slot twice"):
+    ballot = {"term": 1, "leader": 0, "epoch": 3}
+    proposal = {"ballot": ballot, "view": view}
+    committed = {"t": "committed", "proposal": proposal, "payload": ""}
+    said = {"t": "deliver", "skipped": [], "committed": committed}
+    with pytest.raises(UnreadableMessageError, match=r"committed' with something .*a slot twice"):
         from_json(FromAgent, said)
-    said["view"] = {**view, "ranks": [0, "1"]}
-    with pytest.raises(UnreadableMessageError, match=r"'new_view' with ranks \[0, '1'\]:"):
+    proposal["view"] = {**view, "ranks": [0, "1"]}
+    with pytest.raises(UnreadableMessageError, match=r"'committed' with ranks \[0, '1'\]:"):
         from_json(FromAgent, said)
-    said["view"] = {"epoch": 3}
-    with pytest.raises(UnreadableMessageError, match="said 'new_view' without 'ranks'"):
+    proposal["view"] = {"epoch": 3}
+    with pytest.raises(UnreadableMessageError, match="said 'committed' without 'ranks'"):
         from_json(FromAgent, said)
 
 

@@ -109,7 +109,7 @@ def test_scaled_gradients_are_made_again(run: Launch, reference: Reference) -> N
 SABOTAGE = {
     # What was kept is run as well, on top of it.
     "twice": (
-        "from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums\n"
+        "from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums\n"
         "stand = KeptSums.take_stand\n"
         "def again(self):\n"
         "    found = stand(self)\n"
@@ -119,7 +119,7 @@ SABOTAGE = {
         "KeptSums.take_stand = again\n"
     ),
     "not at all": (
-        "from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums\n"
+        "from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums\n"
         "stand = KeptSums.take_stand\n"
         "def lost(self):\n"
         "    found = stand(self)\n"
@@ -129,7 +129,7 @@ SABOTAGE = {
         "KeptSums.take_stand = lost\n"
     ),
     "own shard": (
-        "from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums\n"
+        "from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums\n"
         "KeptSums.before_reduction = lambda self, bucket, shard: None\n"
     ),
 }

@@ -1,14 +1,14 @@
 """A message for many trainers is encoded once, and never taken for another one."""
 
-from elaswave_plugin.ipc.frames import Propose
+from elaswave_plugin.core.agreement.effects import Ring
+from elaswave_plugin.core.agreement.messages import Ballot
 from elaswave_plugin.ipc.wire import Encoder, encode
 
 
-def propose(epoch: int) -> Propose:
+def propose(epoch: int) -> Ring:
     """A proposal, made anew for each trainer."""
-    return Propose(
-        epoch=epoch, reason="worker 1 left", within_s=5.0, boundary=False, before_step=None
-    )
+    ballot = Ballot(term=0, leader=0, epoch=epoch)
+    return Ring(ballot=ballot, reason="worker 1 left", within_s=5.0)
 
 
 def test_equal_messages_have_the_same_bytes_and_others_their_own() -> None:

@@ -15,6 +15,7 @@ from elaswave_plugin.agent.trainer_session import TrainerSession
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
 from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
+from elaswave_plugin.core.agreement.life import Life
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.progress_page import (
@@ -24,6 +25,8 @@ from elaswave_plugin.ipc.progress_page import (
     create_page,
     page_of,
 )
+from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.wire import Encoder
 from tests.idle import Clock, Deadline
 from tests.job_secret import SECRET
 
@@ -245,7 +248,15 @@ def test_a_link_table_says_for_whom_it_waits(pages: tuple[ProgressPage, Progress
 def test_one_that_seals_nothing_is_known_to_have_come_further() -> None:
     """Deaths of a worker without a place, at different steps, are none at one and the same."""
     page = ProgressPage()
-    session = TrainerSession(slot=0, incarnation=1, page=page)
+    session = TrainerSession(
+        slot=0,
+        life=Life(incarnation=1),
+        page=page,
+        reactor=Reactor(),
+        on_frame=lambda trainer, frame: None,
+        on_gone=lambda status: None,
+        encode=Encoder(),
+    )
     assert session.reached(4) == 4
     page.begin(1)
     page.set_place(step=9)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.agent.snapshot_server import SnapshotServer, listen_for_data
+from elaswave_plugin.core.agreement.messages import Stop
 from elaswave_plugin.errors import WeightsDifferError
 from elaswave_plugin.ipc.environment import AGENT, INCARNATION, JOB_SECRET_FD, SLOT
-from elaswave_plugin.ipc.frames import SAY, Abandon
+from elaswave_plugin.ipc.frames import SAY
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Frame
 from elaswave_plugin.recovery import recover
@@ -87,7 +88,7 @@ def test_they_stop_the_whole_job_with_their_reason(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(SLOT, "1")
         with pytest.raises(SystemExit) as end:
             fails()
-    told = Abandon(reason="replicas hold different weights", exit_code=1)
+    told = Stop(reason="replicas hold different weights", exit_code=1)
     assert heard == [{"t": SAY, "slot": 1, "incarnation": 0, "frame": as_json(told)}]
     assert end.value.code == 1
 

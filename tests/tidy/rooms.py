@@ -12,6 +12,7 @@ MAX_FILES = 25
 # Files at the root are rooms of their own: the doors of the package, and the ground.
 _TABLE = """
 errors:
+around:
 accelerate_state:
 autoload:
 core:
@@ -53,21 +54,24 @@ recovery: checkpoints communicator communicator/links config core/agreement core
     version
 adapters: config errors framework ipc recovery tracking trainer words
 step_state: errors kept recovery values
-adapters/megatron/compat: adapters checkpoints core/step errors recovery
+adapters/megatron/compat: adapters around checkpoints core/step errors recovery values
 adapters/deepspeed/compat: adapters errors
 loops: config errors framework ipc recovery step_state trainer values
-adapters/megatron/state: adapters adapters/megatron/compat core/layout errors step_state values
+adapters/megatron/state: adapters around adapters/megatron/compat core/layout errors step_state
+    values
 adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking values
 demo: config core/layout errors ipc observer recovery tracking
-adapters/megatron/step: adapters adapters/megatron/compat adapters/megatron/state
-    communicator/groups communicator/links core/layout core/planner core/recovery_plan core/step
+adapters/megatron/sums: around adapters/megatron/state communicator/groups core/step errors
+    recovery values
+adapters/megatron/step: adapters around adapters/megatron/compat adapters/megatron/state
+    adapters/megatron/sums communicator/links core/layout core/planner core/recovery_plan core/step
     errors recovery rehearsed step_state trainer values
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops
     loss_terms recovery step_state tracking trainer values
-adapters/megatron: adapters adapters/megatron/compat adapters/megatron/state adapters/megatron/step
-    communicator config core/layout core/planner core/recovery_plan core/step errors framework ipc
-    loops recovery step_state tracking trainer values words command_line
+adapters/megatron: adapters around adapters/megatron/compat adapters/megatron/state
+    adapters/megatron/step adapters/megatron/sums communicator config core/layout core/planner core/recovery_plan core/step
+    errors framework ipc loops recovery step_state tracking trainer values words command_line
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine errors ipc
@@ -75,8 +79,8 @@ adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engi
 adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine core/step errors framework ipc kept loops loss_terms step_state
     tracking trainer values
-adapters/megatron_lm: adapters adapters/megatron adapters/megatron/compat adapters/megatron/state
-    command_line
+adapters/megatron_lm: adapters around adapters/megatron adapters/megatron/compat
+    adapters/megatron/state command_line
     adapters/megatron/step checkpoints config core/layout core/step errors framework ipc loops
     recovery rehearsed step_state tracking trainer values
 rehearsal: adapters adapters/deepspeed/engine adapters/megatron adapters/megatron/state config

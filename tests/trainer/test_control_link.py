@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.agent.snapshot_server import SnapshotServer, listen_for_data
+from elaswave_plugin.core.agreement.messages import Ballot, Begun, Settled
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.errors import JobStopped
 from elaswave_plugin.ipc.frames import (
-    Begun,
     Finish,
     Join,
     Progress,
-    Release,
     Sealed,
     SetConstants,
 )
@@ -91,6 +90,7 @@ def agents() -> Iterator[Agents]:
     made.sock.close()
 
 
+BALLOT = Ballot(term=0, leader=0, epoch=1)
 JOIN = Join(facts={"address": "x"}, respawn=0)
 
 
@@ -98,18 +98,18 @@ def test_the_last_word_of_each_kind_is_said_again_in_order(agents: Agents) -> No
     first, second = (SetConstants(what={name: 1}) for name in ("model", "seed"))
     newer = SetConstants(what={"model": 2})
     seals = [Sealed(record=sealed(1, step), copy_to=(0,)) for step in (4, 5)]
-    said = [JOIN, first, second, seals[0], Release(epoch=1), Progress(text="save"), seals[1]]
-    said += [Begun(epoch=1, step=6), newer]
+    said = [JOIN, first, second, seals[0], Settled(slot=1, epoch=1), Progress(text="save")]
+    said += [seals[1], Begun(ballot=BALLOT, step=6), newer]
     agents.say(*said)
     agents.hear(*said)
     agents.die()
     agents.listen()
-    agents.hear(JOIN, second, Release(epoch=1), seals[1], newer)
-    agents.say(Release(epoch=2), Finish(completed=7))
+    agents.hear(JOIN, second, Settled(slot=1, epoch=1), seals[1], newer)
+    agents.say(Settled(slot=1, epoch=2), Finish(completed=7))
     agents.die()
     # Also what the agent that is dead may have heard.
     while (frame := receive_frame(agents.sock, LONG_S))["t"] != "finish":
-        assert frame != as_json(Release(epoch=1))
+        assert frame != as_json(Settled(slot=1, epoch=1))
     assert agents.ends.empty()
 
 
@@ -123,9 +123,9 @@ def test_what_is_said_without_a_link_is_said_once_there_is_one(agents: Agents) -
     while not agents.link._is_down:
         assert deadline.left_s()
         time.sleep(0.001)  # nothing tells that the end of a link was read
-    agents.say(Release(epoch=1), Progress(text="save"), Release(epoch=2))
+    agents.say(Settled(slot=1, epoch=1), Progress(text="save"), Settled(slot=1, epoch=2))
     agents.is_between_lives.clear()
-    agents.hear(JOIN, Release(epoch=2))
+    agents.hear(JOIN, Settled(slot=1, epoch=2))
     agents.say(Progress(text="save"))
     agents.hear(Progress(text="save"))
 
@@ -154,15 +154,15 @@ def test_whoever_waits_opens_it_and_the_doorbell_goes_on_with_it(agents: Agents)
     """Half of a frame that the dead one has sent is no part of what the next one sends."""
     agents.listen()
     with agents.link.receiving_here():
-        agents.sock.sendall(encode(Release(epoch=9))[:5])
+        agents.sock.sendall(encode(Settled(slot=1, epoch=9))[:5])
         assert agents.link.receive(LONG_S)
         agents.die()
         agents.say(JOIN)  # it may be said on the old link, and is said on the new one
         assert agents.link.receive(LONG_S)
         assert receive_frame(agents.sock, LONG_S) == as_json(JOIN)
-        send_frame(agents.sock, {"t": "started"})
+        send_frame(agents.sock, {"t": "all_sealed"})
         assert agents.link.receive(LONG_S)
-        assert agents.taken.get(timeout=LONG_S) == {"t": "started"}
+        assert agents.taken.get(timeout=LONG_S) == {"t": "all_sealed"}
     send_frame(agents.sock, {"t": "notice"})
     assert agents.taken.get(timeout=LONG_S) == {"t": "notice"}
     agents.die()
@@ -196,8 +196,8 @@ def test_a_trainer_comes_by_the_unix_socket_of_its_node() -> None:
         assert sock.family is socket.AF_UNIX
         link.send(JOIN)
         assert receive_frame(sock, LONG_S) == as_json(JOIN)
-    assert say_once(server.address, SECRET, 3, 2, Release(epoch=1))
-    said = {"slot": 3, "incarnation": 2, "frame": as_json(Release(epoch=1))}
+    assert say_once(server.address, SECRET, 3, 2, Settled(slot=1, epoch=1))
+    said = {"slot": 3, "incarnation": 2, "frame": as_json(Settled(slot=1, epoch=1))}
     assert heard == [{"t": SAY, **said}]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from elaswave_plugin.core.agreement.effects import Deliver
+from elaswave_plugin.core.agreement.messages import Ballot, Committed, Proposal
 from elaswave_plugin.core.agreement.payload import pack_payload
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView, first_view, next_view
 from elaswave_plugin.core.codec import to_json
@@ -21,7 +23,6 @@ from elaswave_plugin.errors import (
     EpochChanged,
     JobStopped,
 )
-from elaswave_plugin.ipc.frames import NewView
 from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.ipc.wire import encode, receive_frame, send_frame
 from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
@@ -38,7 +39,14 @@ SHORT_S = 0.05
 FACTS = WorkerFacts(address="x")
 SEALED = sealed(0, 4)
 TWICE = {"epoch": 1, "ranks": [1, 1], "incarnations": [0, 0], "nodes": [0, 0], "reason": ""}
-NEW_VIEW = {"t": "new_view", "before": [], "view": {**TWICE, "ranks": [0, 1]}, "payload": "{}"}
+BALLOT = {"term": 0, "leader": 0, "epoch": 1}
+
+
+def deliver(view: dict[str, Any] | None = None, payload: str = "{}") -> dict[str, Any]:
+    """A commit of a view, in JSON."""
+    proposal = {"ballot": BALLOT, "view": {**TWICE, "ranks": [0, 1]} if view is None else view}
+    committed = {"t": "committed", "proposal": proposal, "payload": payload}
+    return {"t": "deliver", "committed": committed, "skipped": []}
 
 
 class Agent:
@@ -93,8 +101,8 @@ class Agent:
         self, epoch: int, *, boundary: bool = False, before_step: int | None = None
     ) -> None:
         frame = {
-            "t": "propose",
-            "epoch": epoch,
+            "t": "ring",
+            "ballot": {**BALLOT, "epoch": epoch},
             "reason": "r",
             "within_s": self.within_s,
             "boundary": boundary,
@@ -122,9 +130,12 @@ class Agent:
         return not is_readable(self.sock, self.within_s)
 
 
-def commit_of(*path: MembershipView) -> NewView:
+def commit_of(*path: MembershipView) -> Deliver:
     payload = pack_payload({0: to_json(FACTS)}, [to_json(SEALED)])
-    return NewView(before=path[:-1], view=path[-1], payload=payload)
+    ballot = Ballot(term=0, leader=0, epoch=path[-1].epoch)
+    proposal = Proposal(ballot=ballot, view=path[-1])
+    committed = Committed(proposal=proposal, payload=payload)
+    return Deliver(committed=committed, skipped=path[:-1])
 
 
 def view_of(epoch: int) -> MembershipView:
@@ -183,7 +194,7 @@ def test_a_proposal_between_steps_waits_for_the_next_one(agent: Agent) -> None:
     with pytest.raises(EpochChanged) as raised:
         agent.member.begin_step(6)
     assert (raised.value.epoch, agent.rings) == (2, [])
-    assert agent.hear() == [{"t": "begun", "epoch": 2, "step": 4}]
+    assert agent.hear() == [{"t": "begun", "ballot": {**BALLOT, "epoch": 2}, "step": 4}]
     agent.commit(view_of(2))
     assert agent.member.quiesce(FACTS, LONG_S).view == view_of(2)
     agent.member.begin_step(6)
@@ -287,7 +298,7 @@ def test_a_commit_that_was_not_taken_yet_ends_its_proposal(agent: Agent) -> None
     agent.commit(view_of(2))
     agent.send_proposal(3, boundary=True)
     assert agent.next()["t"] == "join"
-    assert agent.next() == {"t": "begun", "epoch": 3, "step": 4}
+    assert agent.next() == {"t": "begun", "ballot": {**BALLOT, "epoch": 3}, "step": 4}
     assert agent.member.quiesce(FACTS, LONG_S).view == view_of(2)
     agent.member.check()
     assert [epoch for epoch, _ in agent.rings] == [2]
@@ -497,18 +508,15 @@ def test_a_message_of_another_version_ends_the_worker(agent: Agent) -> None:
 @pytest.mark.parametrize(
     ("frame", "said"),
     [
-        ({"t": "new_view"}, "said 'new_view' without 'before'"),
-        ({**NEW_VIEW, "view": {}}, "said 'new_view' without 'epoch'"),
-        (
-            {**NEW_VIEW, "view": {**TWICE}},
-            "said 'new_view' with something else in it .view 1",
-        ),
-        ({**NEW_VIEW, "before": {}}, "said 'new_view' with before {}"),
-        ({**NEW_VIEW, "payload": "{"}, "said 'new_view' with a payload: Expecting"),
-        ({**NEW_VIEW, "payload": "{}"}, "said 'new_view' with a payload: .* without 'slots'"),
-        ({**NEW_VIEW, "why": ""}, "said 'new_view' with 'why', unknown here"),
+        ({"t": "deliver"}, "said 'deliver' without 'committed'"),
+        (deliver(view={}), "said 'committed' without 'epoch'"),
+        (deliver(view=TWICE), "said 'committed' with something else in it .view 1"),
+        ({**deliver(), "skipped": {}}, "said 'deliver' with skipped {}"),
+        (deliver(payload="{"), "said 'deliver' with a payload: Expecting"),
+        (deliver(), "said 'deliver' with a payload: .* without 'slots'"),
+        ({**deliver(), "why": ""}, "said 'deliver' with 'why', unknown here"),
         ({"t": "copied", "step": "x", "epoch": 1, "slot": 0}, "said 'copied' with step 'x'"),
-        ({"t": "propose"}, "said 'propose' without 'epoch'"),
+        ({"t": "ring"}, "said 'ring' without 'ballot'"),
     ],
 )
 def test_a_message_with_a_flaw_ends_the_worker(

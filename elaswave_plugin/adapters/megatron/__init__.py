@@ -13,7 +13,6 @@ from elaswave_plugin.adapters.megatron.arguments import read_sizes, take_sizes
 from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
-from elaswave_plugin.adapters.megatron.contract import Job
 from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.world import check_no_world, leave_start_to_script
@@ -23,6 +22,8 @@ from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 from elaswave_plugin.words import check_options
 
 __all__ = ["Job", "add_arguments", "attach"]
+
+Job = PlainJob
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +53,7 @@ def attach(args: argparse.Namespace | None = None, **sizes: int) -> Job:
     config = from_namespace(args)
     patches = PatchSet([]) if torch.cuda.is_available() else cpu_patches()
     if config is None:
-        job: Job = PlainJob(numbers, patches=patches)
+        job = PlainJob(numbers, patches=patches)
     else:
         check_no_world()
         saves = WholeSaves()

@@ -27,6 +27,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.set_within import set_within
 
 # The losses that this worker reports, by their number in the step.
 Losses = Mapping[int, Any]
@@ -159,16 +160,13 @@ class FirstStep:
 
     @contextmanager
     def _undone(self, model: MegatronFramework, other: Flow, *, trains: bool) -> Iterator[None]:
-        self.is_running = True
-        try:
-            with (
-                rng.other_draws(self._seed, self._worker.completed),
-                self._passes_undone(),
-                model.passes_dropped(other, trains=trains),
-            ):
-                yield
-        finally:
-            self.is_running = False
+        with (
+            set_within(self, "is_running", True),
+            rng.other_draws(self._seed, self._worker.completed),
+            self._passes_undone(),
+            model.passes_dropped(other, trains=trains),
+        ):
+            yield
 
     def _compare_kernels(self, calls: Sequence[repeated_layer.LayerCall]) -> None:
         """Run the first of these calls twice alike (collective over WORLD and in the layer).

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -28,10 +27,11 @@ from elaswave_plugin.adapters.megatron.state.layer_units import units_of
 from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.state.open_passes import OpenPasses
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
-from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_sum
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
+from elaswave_plugin.around import around
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.core.step.dataflow import Dataflow, Shares
@@ -40,6 +40,7 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import digest_of
 from elaswave_plugin.tracking.state_dump import NamedPiece
 from elaswave_plugin.values.plain import decode, encode
+from elaswave_plugin.values.set_within import set_within
 
 # What schedules write into the optimizer's groups.
 _SCHEDULED = ("lr", "weight_decay")
@@ -121,21 +122,18 @@ class MegatronFramework:
             slot=worker.slot,
             exact=worker.promises_bits,
             announce=self._announce,
-            check=worker.member.check,
             summing=worker.stopwatch.summing,
         )
         self._expert_biases = ExpertBiases(self.chunks)
         for chunk in self.chunks:
             add_in_one_sum(chunk)
             prepare(chunk)
-            chunk.zero_grad_buffer = self._zeroing(chunk.zero_grad_buffer)
-            chunk.scale_gradients = self._scaling(chunk.scale_gradients)
-            chunk.start_param_sync = self._gathering(chunk.start_param_sync)
+            chunk.start_param_sync = around(self._gather)(chunk.start_param_sync)
         gathering = "start_param_sync_for_bucket_group_subset"
         if hasattr(distributed_optimizer, gathering):
             # From 0.18 on the optimizer gathers by itself, not through the chunks.
             native = getattr(distributed_optimizer, gathering)
-            setattr(distributed_optimizer, gathering, self._gathering(native))
+            setattr(distributed_optimizer, gathering, around(self._gather)(native))
         self._passes = OpenPasses(self.chunks)
         self._watched: list[Any] = []
         worker.stopwatch.on_gpu = next(self.chunks[0].parameters()).is_cuda
@@ -212,7 +210,7 @@ class MegatronFramework:
         for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
             # Where gathers overlap, the forward's hooks start them, a bucket group at a time.
             if group.ddp_config.overlap_param_gather and "start_param_sync" not in vars(group):
-                group.start_param_sync = self._gathering(group.start_param_sync)
+                group.start_param_sync = around(self._gather)(group.start_param_sync)
 
     def _watch_step(self) -> None:
         """Announce the update, wait for the copies before it, and count it."""
@@ -224,11 +222,8 @@ class MegatronFramework:
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.state.begin_update()
             self.kept.before_update()
-            self.is_updating = True
-            try:
+            with set_within(self, "is_updating", True):
                 result = update(*args, **kwargs) if self._placed else (True, 0.0, None)
-            finally:
-                self.is_updating = False
             if self._free_workers_scale and not self._is_applied(result[0]):
                 # As Megatron-Core says it: a step that is skipped has no norm.
                 result = (False, None, None)
@@ -260,35 +255,11 @@ class MegatronFramework:
             self._distributed.grad_scaler.update(bool(skipped))
         return not skipped
 
-    def _zeroing(self, native: Callable[..., None]) -> Callable[..., None]:
-        """Zeroes gradients, but for those that a redo goes on from."""
-
-        @wraps(native)
-        def zero_grad_buffer(*args: Any, **kwargs: Any) -> None:
-            with self.kept.sheltered():
-                native(*args, **kwargs)
-
-        return zero_grad_buffer
-
-    def _scaling(self, native: Callable[..., None]) -> Callable[..., None]:
-        """Scales gradients, behind which a loss has the whole step redone."""
-
-        @wraps(native)
-        def scale_gradients(*args: Any, **kwargs: Any) -> None:
-            self.kept.scaled()
-            native(*args, **kwargs)
-
-        return scale_gradients
-
-    def _gathering(self, native: Callable[..., None]) -> Callable[..., None]:
+    def _gather(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Gathers weights, announced; a free worker has none to gather."""
-
-        def start_param_sync(*args: Any, **kwargs: Any) -> None:
-            if self._placed:
-                self._announce("gather")
-                native(*args, **kwargs)
-
-        return start_param_sync
+        if self._placed:
+            self._announce("gather")
+            native(*args, **kwargs)
 
     # ---- the verbs ----------------------------------------------------------------------------
 

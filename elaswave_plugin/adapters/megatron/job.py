@@ -1,87 +1,68 @@
 """The verbs of a script with the plugin on."""
 
-import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron.arguments import Sizes
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
-from elaswave_plugin.adapters.megatron.contract import (
-    ForwardBackward,
-    Losses,
-    Result,
-    TrainStep,
-    num_microbatches_of,
-)
+from elaswave_plugin.adapters.megatron.contract import ForwardBackward, TrainStep
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
+from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.schedule_calls import (
-    check_call,
-    check_schedule,
-    check_work,
     without_known,
 )
-from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
 from elaswave_plugin.adapters.megatron.step.data import (
     KeyedBatches,
-    check_lengths,
     first_of,
     served,
 )
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
-from elaswave_plugin.adapters.megatron.step.positions import Positions, first_batch
 from elaswave_plugin.adapters.megatron.step.reported_losses import (
     Reported,
-    check_evaluation,
-    check_result,
 )
-from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
-from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
+from elaswave_plugin.adapters.megatron.sums.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.unsupported import (
-    check_growth,
-    check_loop,
     check_supported,
     why_buffers_stay,
 )
 from elaswave_plugin.adapters.megatron.world import (
     check_no_world,
     check_world,
+    join,
     name_what_is_missing,
 )
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.unbound import Unbound
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.layout.layout import Coordinate, sizes_of
+from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import read_reserve
-from elaswave_plugin.loops.call_log import Attempt, CallLog
+from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.tracking.sinks import check_sinks
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
 
-class ElasticJob:
+class ElasticJob(PlainJob):
     """The verbs with the plugin on."""
 
     # Of the numbers that the script makes by itself, for the sentence that names their lines.
@@ -106,51 +87,25 @@ class ElasticJob:
         Raises ConfigurationError outside an agent, for workers that do not factor, and for
         uneven batches.
         """
-        workers = int(os.environ.get("WORLD_SIZE", "1"))
-        tp, pp = sizes.model_parallel
-        width = sizes_of(workers, tp=tp, pp=pp)
-        if sizes.model_parallel == (1, 1):
-            config.check_without_stages()
-        config.check_last_checkpoint("give a function of yours to train(), as last_checkpoint")
-        self._width = width
-        # What a script may have read for it so far, in whatever view it did.
-        self._widths = {width}
-        self._num_microbatches = num_microbatches_of(
-            global_batch_size=sizes.global_batch_size,
-            micro_batch_size=sizes.micro_batch_size,
-            width=width,
-        )
-        reserve = read_reserve(os.environ)
-        check_growth(
+        super().__init__(sizes, patches=patches)
+        self._worker = worker or join(
             config,
-            reserve,
-            width=width,
+            width=self.width,
             model_parallel=sizes.model_parallel,
             num_microbatches=self._num_microbatches,
+            last_checkpoint="give a function of yours to train(), as last_checkpoint",
         )
-        config.check_slots(workers + reserve)
-        self._sizes = sizes
-        self._micro_batch_size = sizes.micro_batch_size
         self._seed = sizes.seed if config.seed is None else config.seed
-        check_sinks(config)
-        self._turns = Turns()
-        self._worker = worker or Worker(
-            config=config, environ=os.environ, model_parallel=sizes.model_parallel
-        )
+        self._stop_after = config.stop_after
         name_what_is_missing(self._worker.groups)
         self._tracker = tracker_of(self._worker)
-        self._train_iters = 0
         # In the order of their binding, until the first verb.
         self._bound: list[MegatronFramework] = []
-        self._is_guarded = False
-        self._positions = Positions()
         # The iterator that the present step reads first: the ledger has its samples.
         self._first_read: KeyedBatches | None = None
         self._has_started = False
-        self._patches = patches
         self._saves = saves
         saves.comes_later = lambda: self._worker.detached
-        self._finished = False
 
     @ends_in_a_sentence
     def process_group(self) -> dict[str, Any]:
@@ -158,47 +113,28 @@ class ElasticJob:
         check_no_world()
         return self._worker.groups.install(self._worker.view.ranks)
 
-    @ends_in_a_sentence
-    def bind(
-        self,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any = None,
-        *,
-        train_iters: int,
-        start_step: int = 0,
-        consumed_samples: int | None = None,
-    ) -> None:
-        """Take model, optimizer and scheduler into care; raises ConfigurationError.
+    def _begin_at(self, step: int, batch: int) -> tuple[int, int]:
+        """Begin where the job began, also on a later worker whose script finds a checkpoint."""
+        worker = self._worker
+        if not worker.detached:
+            worker.remember(begins=[step, batch])
+        worker.completed, batch = worker.job_constants["begins"]
+        return worker.completed, batch
 
-        Their state is sealed before the first step, or the first work between steps.
-        """
+    def _take(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
+        """Its state is sealed before the first step, or the first work between steps."""
         check_world(self._worker.groups, model_parallel=self._sizes.model_parallel)
-        chunks = chunks_of(model)
-        run = {"train_iters": train_iters, "start_step": start_step}
-        self._turns.bind(chunks, optimizer, **run, consumed_samples=consumed_samples)
-        distributed = check_supported(chunks, optimizer)
-        check_loop(scheduler, train_iters)
-        self._train_iters = min(train_iters, self._worker.config.stop_after or train_iters)
-        self._begin_at(start_step, consumed_samples, train_iters=train_iters)
         number = len(self._bound)
         self._bound.append(
             MegatronFramework(
                 self._worker,
                 chunks=chunks,
                 optimizer=optimizer,
-                distributed_optimizer=distributed,
+                distributed_optimizer=check_supported(chunks, optimizer),
                 scheduler=scheduler,
                 prepare=partial(rng.install_keyed_draws, seed=self._seed, number=number),
             )
         )
-
-    def _check_bound(self, verb: str) -> None:
-        """Check that a model is bound; the first verb takes all that is bound into care."""
-        self._turns.check_bound(verb)
-        if not self._is_guarded:
-            self._is_guarded = True
-            self._guard()
 
     def _guard(self) -> None:
         """Have all models guarded as one state, before anything of them is sealed."""
@@ -243,7 +179,8 @@ class ElasticJob:
         guard_gathers(chunks, self._loop, run=self._gather, sealed=self._state.sealed)
         self._own_numbers = OwnNumbers(
             self._worker,
-            share=self._num_microbatches // self._width,
+            flow=lambda: self._microbatches.flow,
+            share=self._num_microbatches // self.width,
             advice=self._advice,
             concerns=self._is_concerned,
         )
@@ -273,20 +210,6 @@ class ElasticJob:
         """Return whether numbers of the script's own may be wrong now."""
         return not self._turns.is_working
 
-    def _begin_at(self, start_step: Any, consumed_samples: Any, *, train_iters: int) -> None:
-        """Begin where the job began, also on a later worker whose script finds a checkpoint."""
-        worker = self._worker
-        if not worker.detached:
-            first = first_batch(
-                start_step,
-                consumed_samples,
-                train_iters=train_iters,
-                global_batch_size=self._num_microbatches * self._micro_batch_size,
-            )
-            worker.remember(begins=[start_step, first])
-        worker.completed, first = worker.job_constants["begins"]
-        self._positions.begin_at(first, steps=self._train_iters - worker.completed)
-
     def _start(self) -> None:
         """Seal the present state, once: no worker trains before all have done so."""
         if self._has_started:
@@ -303,58 +226,10 @@ class ElasticJob:
         self._loop.start()
         self._sealed_weights = self._framework.weights_digest()
 
-    @ends_in_a_sentence
-    def batches(self, dataset: Any) -> KeyedBatches:
-        """Batches keyed by sample; every one is written to the ledger before it is used."""
-
-        def consume(microbatch: int, ids: tuple[int, ...]) -> None:
-            if self._first_read in (None, made):
-                self._microbatches.consume(self._worker.completed, microbatch, ids)
-
-        made = KeyedBatches(
-            dataset,
-            micro_batch_size=self._micro_batch_size,
-            num_microbatches=self._num_microbatches,
-            on_batch=consume,
-            seed=self._seed,
-        )
-        return self._positions.add(made)
-
-    @ends_in_a_sentence
-    def forward_backward(self, function: ForwardBackward) -> ForwardBackward:
-        """Healthy: the function itself. After a loss: what this worker has to run."""
-        check_schedule(function)
-
-        @ends_in_a_sentence
-        def run(*, forward_only: bool = False, **kwargs: Any) -> list[Any]:
-            self._turns.forward_backward(forward_only=forward_only)
-            self._widths.add(parallel_state.get_data_parallel_world_size())
-            check_call(
-                kwargs,
-                micro_batch_size=self._micro_batch_size,
-                count=self._num_microbatches,
-                widths=self._widths,
-            )
-            kwargs = without_known(kwargs)
-            if not forward_only:
-                check_lengths(kwargs["data_iterator"], self._positions.end)
-                self._turns.check_trained(kwargs["model"])
-                if self._gradients.are_trained(kwargs["model"]):
-                    self._check_replicas(kwargs["model"])
-                self._gradients.zero(kwargs["model"])
-            kwargs["forward_step_func"] = without_collectives(
-                kwargs["forward_step_func"], self._worker.links
-            )
-            losses = self._run(function, forward_only=forward_only, **kwargs)
-            if not forward_only:
-                self._gradients.trained(kwargs["model"])
-            self._turns.gave(losses)
-            # What the script draws next follows from no micro-batch that was run here last.
-            moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
-            rng.settle(self._seed, rng.PASSES, *moment)
-            return self._own_numbers.given(losses)
-
-        return run
+    def _consume(self, batches: KeyedBatches, microbatch: int, ids: tuple[int, ...]) -> None:
+        """Each micro-batch is written to the ledger, once a step, before it is used."""
+        if self._first_read in (None, batches):
+            self._microbatches.consume(self._worker.completed, microbatch, ids)
 
     def _check_replicas(self, model: Any) -> None:
         """Raise ConfigurationError where the replicas of a model differ within a step."""
@@ -374,6 +249,10 @@ class ElasticJob:
     ) -> list[Any]:
         """One call of a forward-backward function, which reads the next batch of its iterator."""
         in_step, call = self._turns.is_training, len(self._turns.returned)
+        kwargs = without_known(kwargs)
+        kwargs["forward_step_func"] = partial(
+            without_collectives, self._worker.links, kwargs["forward_step_func"]
+        )
         if in_step:
             self._state.enter_passes()
         numbers = self._positions.take(data_iterator)
@@ -385,7 +264,7 @@ class ElasticJob:
         def begin(batches: Any, chunk: Any, samples: Samples) -> None:
             served(batches).deliver(numbers[id(batches)], samples)
             size = self._micro_batch_size
-            self._buffers.enter(samples.start // size % self._width)
+            self._buffers.enter(samples.start // size % self.width)
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
         with self._buffers.passes(forward_only=not in_step):
@@ -401,21 +280,16 @@ class ElasticJob:
             self._state.check(self._worker.completed)
         return losses
 
-    @property
-    def width(self) -> int:
-        """Replicas at the launch."""
-        return self._width
+    def _given(self, losses: list[Any]) -> list[Any]:
+        # What the script draws next follows from no micro-batch that was run here last.
+        moment = self._worker.completed, self._loop.works_done, len(self._turns.returned)
+        rng.settle(self._seed, rng.PASSES, *moment)
+        return self._own_numbers.given(losses)
 
     @property
     def iteration(self) -> int:
         """The step that is made now, from 0 on; between two steps, the one that comes next."""
         return self._worker.completed
-
-    @ends_in_a_sentence
-    def _step(self, attempt: Attempt) -> StepReport:
-        report = self._loop.step(attempt)
-        assert report is not None  # as none is passed over or given up
-        return report
 
     @ends_in_a_sentence
     def finish(self) -> None:
@@ -433,59 +307,8 @@ class ElasticJob:
         self._patches.undo()
 
     @ends_in_a_sentence
-    def train(
-        self, train_step: TrainStep, *, last_checkpoint: Callable[[], object] | None = None
-    ) -> Iterator[tuple[int, StepReport]]:
-        """Complete every step through any number of recoveries.
-
-        A step that a recovery rolled back is redone before the next one is reported. The worker
-        leaves with the others when the script ends, and what follows is like the loop's body.
-        ``last_checkpoint()`` writes one where every worker is told to leave, which ends the job.
-        """
-        self._begin(train_step, last_checkpoint)
-        if last_checkpoint is not None:
-            self._worker.member.saves_last()
-
-        def attempt(step: int) -> StepReport:
-            self._own_numbers.begin()
-            rng.settle(self._seed, rng.STEP, step)
-            self._gradients.begin()
-            with (
-                self._framework.modes_kept(),
-                stopped_where_interrupted(train_step),
-                self._turns.of(TRAIN),
-            ):
-                result = train_step()
-            losses, grad_norm = check_result(result, *self._turns.returned)
-            self._agree_on_buffers()
-            pace = self._worker.stopwatch.times.told_pace()
-            loss, tokens, norm = self._agree(losses, grad_norm, pace=pace)
-            lr = self._framework.learning_rate()
-            return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
-
-        while self._worker.completed < self._train_iters:
-            report = self._step(attempt)
-            rng.settle(self._seed, rng.BODY, self._worker.completed)
-            with self._body.open():
-                yield self._worker.completed - 1, report
-            if self._worker.last_call and last_checkpoint is not None:
-                self.run(last_checkpoint, phase="save")
-                return self.finish()
-        self._body.begin()
-        self._worker.groups.before_the_end = self.finish
-        leave_at_exit(self.finish, abandon=self._abandon)
-
-    def _abandon(self) -> None:
-        """Leave without waiting for others, as the script fails after its last step."""
-        self._finished = True
-
-    @ends_in_a_sentence
     def _begin(self, train_step: object, last_checkpoint: object) -> None:
-        self._check_bound(TRAIN)
-        self._turns.begin_training()
-        check_work(train_step, TRAIN)
-        if last_checkpoint is not None:
-            check_work(last_checkpoint, TRAIN, like="last_checkpoint=save")
+        super()._begin(train_step, last_checkpoint)
         self._start()
         if self._framework.weights_digest() != self._sealed_weights:
             raise ConfigurationError(
@@ -493,12 +316,53 @@ class ElasticJob:
                 "which those from before were sealed, so that a loss in the first steps would "
                 "bring these back; load a checkpoint before that call"
             )
+        if last_checkpoint is not None:
+            self._worker.member.saves_last()
 
-    def _agree_on_buffers(self) -> None:
+    @ends_in_a_sentence
+    def _step(self, train_step: TrainStep) -> StepReport:
+        """Complete it through any number of recoveries.
+
+        A step that a recovery rolled back is redone before the next one is reported.
+        """
+
+        def attempt(step: int) -> StepReport:
+            self._own_numbers.begin()
+            rng.settle(self._seed, rng.STEP, step)
+            with self._framework.modes_kept(), stopped_where_interrupted(train_step):
+                return self._made(train_step)
+
+        report = self._loop.step(attempt)
+        assert report is not None  # as none is passed over or given up
+        rng.settle(self._seed, rng.BODY, self._worker.completed)
+        return report
+
+    def _report(self, losses: Sequence[Reported], grad_norm: float) -> StepReport:
         if self._buffers.is_carried:
-            self._buffers.agree(self._microbatches.hosted, replicas=self._width)
+            self._buffers.agree(self._microbatches.hosted, replicas=self.width)
             if not self._buffers.changing:
                 self._microbatches.deal_freely()
+        pace = self._worker.stopwatch.times.told_pace()
+        loss, tokens, norm = self._agree(losses, grad_norm, pace=pace)
+        lr = self._framework.learning_rate()
+        return StepReport(loss=loss, grad_norm=norm, lr=lr, tokens=tokens)
+
+    def _in_body(self) -> AbstractContextManager[None]:
+        return self._body.open()
+
+    @property
+    def _is_told_to_leave(self) -> bool:
+        return self._worker.last_call
+
+    def _leave_at_exit(self) -> None:
+        """Have what follows run like the loop's body."""
+        self._body.begin()
+        self._worker.groups.before_the_end = self.finish
+        leave_at_exit(self.finish, abandon=self._abandon)
+
+    def _abandon(self) -> None:
+        """Leave without waiting for others, as the script fails after its last step."""
+        self._finished = True
 
     def _agree(
         self,
@@ -532,41 +396,18 @@ class ElasticJob:
             self._own_numbers.tell()
         return total / weight, int(tokens), norm
 
-    @ends_in_a_sentence
-    def evaluate(self, evaluate: Callable[[], Sequence[Losses]]) -> float:
-        """Run an evaluation; it starts again after a recovery."""
+    def _agreed(self, losses: Sequence[Reported]) -> tuple[float, int]:
+        return self._agree(losses)[:2]
 
-        def from_the_start() -> float:
-            batches = check_evaluation(evaluate(), self._turns.returned)
-            means = [self._agree(losses)[0] for losses in batches]
-            return sum(means) / len(means)
-
-        loss = self._between_steps(from_the_start, EVALUATE, phase="evaluation", detached=math.nan)
-        assert loss is not None  # as only a save's result can be
-        return loss
-
-    @ends_in_a_sentence
-    def run(self, work: Callable[[], Result], *, phase: str) -> Result | None:
-        """Run work between steps, which every worker calls; it starts again after a recovery.
-
-        All workers leave it together. None for a worker that comes later and is not in the
-        job yet: it has no part in it; and for a save that the storage has failed, which is told.
-        """
-        return self._between_steps(work, RUN, phase=phase, detached=None)
-
-    @ends_in_a_sentence
-    def name_newest(self, tracker: str | Path, text: object) -> None:
-        """Have a small file name the newest checkpoint, in the ``save`` of ``run``."""
-        self._turns.check_saves()
+    def _name(self, tracker: Path, text: str) -> None:
         assert self._saves.drafts is not None
-        self._saves.drafts.name(Path(tracker), str(text))
+        self._saves.drafts.name(tracker, text)
 
     @ends_in_a_sentence
     def _between_steps(
-        self, work: Callable[[], Result], verb: str, *, phase: str, detached: Result
-    ) -> Result | None:
-        self._check_bound(verb)
-        check_work(work, verb, phase)
+        self, work: Callable[[], Any], verb: str, *, phase: str, detached: Any
+    ) -> Any:
+        """It starts again after a recovery, and all workers leave it together."""
         if self._finished and self._worker.last_call:
             # The script goes on behind its loop, as at the end of a whole training.
             if self._worker.owns_rank_0:
@@ -576,14 +417,10 @@ class ElasticJob:
         if phase != "load":
             self._start()
 
-        def whole() -> Result:
+        def whole() -> Any:
             rng.settle(self._seed, rng.WORK, self._loop.works_done)
-            with (
-                self._framework.modes_kept(),
-                self._turns.of(verb),
-                self._positions.between_steps(),
-            ):
-                return work()
+            with self._framework.modes_kept():
+                return self._work(work, verb)
 
         with self._body.closed():
             result = self._loop.run(whole, phase=phase, detached=detached)

@@ -17,12 +17,12 @@ from elaswave_plugin.adapters.megatron.grid import Grid, element_bytes, state_by
 from elaswave_plugin.adapters.megatron.step import executor
 from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.step.data import in_order
-from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, telling
-from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
+from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, tell_losses
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.planner.memory import deal_within
@@ -48,7 +48,7 @@ class Microbatches:
         micro_batch_size: int,
         seed: int,
         passes_undone: Callable[[], AbstractContextManager[None]],
-        is_as_begun: Callable[[int], bool],
+        is_as_begun: Callable[[int], bool] | None = None,
         why_whole: str | None = None,
         whole_replicas: bool = False,
     ) -> None:
@@ -107,9 +107,8 @@ class Microbatches:
         self._placed = worker.dataflow
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
-        (*_, last) = models.models
-        if worker.promises_bits and len(models.models) == 1 and _adds_gradients_only(last):
-            last.kept.is_as_begun = is_as_begun
+        if worker.promises_bits and _add_gradients_only(models):
+            models.models[0].kept.is_as_begun = is_as_begun
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -205,40 +204,27 @@ class Microbatches:
             worker.begin_flow(flow)
             self._placed = flow
 
-        def again(microbatches: tuple[int, ...]) -> list[int]:
-            self._in_step, retold = False, list[int]()
-            pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-            step = telling(in_order(forward_step, pieces, starting, self._passed), retold)
-            repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
-            assert bound is not None
-            with bound.passes_repeated():
-                function(forward_only=True, **repeated)
-            return retold
-
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
             before = self._kept_of(sums)
-            earlier = [*sums.reports] if before and sums is not None else []
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=before
             )
-            step = kept.noted(in_order(forward_step, self.executed, starting, self._passed))
+            ordered = in_order(forward_step, self.executed, starting, self._passed)
+            step: Callable[..., Any] = partial(kept.note, ordered)
             step = step if sums is None else self._adding(sums, dealt, kept, step)
             told.clear()
-            step = telling(step, told) if worker.untried else step
+            step = partial(tell_losses, told, step) if worker.untried else step
             given = {**kwargs, "forward_step_func": step}
             reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
             reports = kept.take() or reports  # none are kept of a step without a loss function
-            if sums is not None:
-                sums.reduced()
-            # They are complete in the order in which they are reported.
-            place = self.reports.index(before[0]) if before else 0
-            return [*reports[:place], *earlier, *reports[place:]]
+            return reports if sums is None else sums.reported(reports, self.reports)
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
         adds_up = self._in_step and not forward_only and isinstance(flow, Dataflow)
         sums = bound.kept if bound is not None and adds_up else None
         starting = partial(self._start, begin, bound, forward_only)
+        again = partial(self._again, function, bound, starting, kwargs)
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -250,6 +236,25 @@ class Microbatches:
             if self.reports_losses:
                 worker.observe("reported", self.reports, reports)
         return reports
+
+    def _again(
+        self,
+        function: ForwardBackward,
+        bound: MegatronFramework | None,
+        starting: Begin,
+        kwargs: dict[str, Any],
+        microbatches: tuple[int, ...],
+    ) -> list[int]:
+        """Run forward passes of this step once more; returns what its losses are told by."""
+        self._in_step, retold = False, list[int]()
+        pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
+        ordered = in_order(kwargs["forward_step_func"], pieces, starting, self._passed)
+        step = partial(tell_losses, retold, ordered)
+        repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
+        assert bound is not None
+        with bound.passes_repeated():
+            function(forward_only=True, **repeated)
+        return retold
 
     def _kept_of(self, sums: KeptSums | None) -> tuple[int, ...]:
         """Return the micro-batches of a struck step that are not run again."""
@@ -428,11 +433,12 @@ class Microbatches:
         return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
 
 
-def _adds_gradients_only(model: MegatronFramework) -> bool:
+def _add_gradients_only(models: BoundModels) -> bool:
     """Return whether passes of a micro-batch add up gradients, and neither count nor gather."""
-    chunk = model.chunks[0]
+    chunk = models.chunks[0]
     has_experts = chunk.config.num_moe_experts is not None
-    return not has_experts and not chunk.ddp_config.overlap_param_gather
+    gathers = chunk.ddp_config.overlap_param_gather
+    return len(models.models) == 1 and not has_experts and not gathers
 
 
 def _reimplemented(models: BoundModels) -> list[Row]:

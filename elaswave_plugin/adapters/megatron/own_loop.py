@@ -11,7 +11,7 @@ trains binds the model.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream,
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
 from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.patching import PatchSet
+from elaswave_plugin.around import around
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import replica_microbatches
@@ -50,7 +51,6 @@ from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
 from elaswave_plugin.loops.record_told import RecordTold
-from elaswave_plugin.loops.script_end import leave_at_exit
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
@@ -114,7 +114,7 @@ class OwnLoop(ElasticJob):
         self._reports: list[Any] = []
         self._has_left_out = self._has_told_first = False
         self._late = LateSums(
-            self._worker.links, width=self._width, members=self._worker.groups.made_of
+            self._worker.links, width=self.width, members=self._worker.groups.made_of
         )
         self._states = StatesToSave()
         # Samples of all training calls so far, by which the ledger numbers them.
@@ -131,14 +131,12 @@ class OwnLoop(ElasticJob):
         optimizer.step = partial(self._update, optimizer.step)
         for chunk in chunks_of(self.model):
             for name in ("finish_grad_sync", "scale_gradients"):
-                setattr(chunk, name, self._part_of_step(getattr(chunk, name)))
+                setattr(chunk, name, around(self._part_of_step)(getattr(chunk, name)))
         saves.between_steps = self._save
         for one in (*_wrapped(self.model), optimizer):
-            one.sharded_state_dict = self._state_to_save(one.sharded_state_dict)
+            one.sharded_state_dict = around(self._state_to_save)(one.sharded_state_dict)
         self._start()
-        self._body.begin()
-        self._worker.groups.before_the_end = self.finish
-        leave_at_exit(self.finish, abandon=self._abandon)
+        self._leave_at_exit()
 
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
@@ -282,18 +280,13 @@ class OwnLoop(ElasticJob):
         with self._body.closed():
             self._calls.of("dist_checkpointing.save", partial(self._loop.run, save, phase="save"))
 
-    def _state_to_save(self, native: Callable[..., Any]) -> Callable[..., Any]:
+    def _state_to_save(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``sharded_state_dict``, whose result follows from who is there."""
-
-        @wraps(native)
-        def build(*args: Any, **kwargs: Any) -> Any:
-            work = partial(native, *args, **kwargs)
-            if self._calls.is_behind:
-                return work()
-            with self._body.closed():
-                return self._loop.run(lambda: self._states.build(work, self._worker.view.epoch))
-
-        return build
+        work = partial(native, *args, **kwargs)
+        if self._calls.is_behind:
+            return work()
+        with self._body.closed():
+            return self._loop.run(lambda: self._states.build(work, self._worker.view.epoch))
 
     def _keep(self) -> Callable[[], None]:
         """Return what puts back the modes of modules, and the settings of groups."""
@@ -315,18 +308,14 @@ class OwnLoop(ElasticJob):
         counts = [one._version for b in buffers for one in (b.grad_data, b.param_data)]
         return self._worker.view.epoch, counts
 
-    def _part_of_step(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(native)
-        @ends_in_a_sentence
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._loop.is_inside:
-                return native(*args, **kwargs)
-            with self._body.closed():
-                result = self._part(native.__name__, partial(native, *args, **kwargs))
-            self._versions = self._present_versions()
-            return result
-
-        return call
+    @ends_in_a_sentence
+    def _part_of_step(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._loop.is_inside:
+            return native(*args, **kwargs)
+        with self._body.closed():
+            result = self._part(native.__name__, partial(native, *args, **kwargs))
+        self._versions = self._present_versions()
+        return result
 
     def _passes(
         self,
@@ -341,7 +330,7 @@ class OwnLoop(ElasticJob):
         **given: Any,
     ) -> list[Any]:
         """Run what this worker has of a call; returns the reports of its replica of the launch."""
-        step, width = self._worker.completed, self._width
+        step, width = self._worker.completed, self.width
         model = given["model"]
         if not forward_only:
             self._own_numbers.begin()
@@ -371,9 +360,10 @@ class OwnLoop(ElasticJob):
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
         batches = UntilItsEnd(stream) if isinstance(stream, ReplicaStream) else stream
-        given["forward_step_func"] = without_collectives(
-            self._late.leaving_out(batches.read_by(given["forward_step_func"])),
+        given["forward_step_func"] = partial(
+            without_collectives,
             self._worker.links,
+            partial(self._late.leave_out, batches.read_by(given["forward_step_func"])),
         )
         self._late.begin(parallel_state.get_data_parallel_group())
         with self._buffers.passes(forward_only=forward_only):
@@ -417,7 +407,7 @@ class OwnLoop(ElasticJob):
 
     def _own_reports(self, numbers: Sequence[int], reports: list[Any], count: int) -> list[Any]:
         """Those of this worker's micro-batches at the launch, which others may have run."""
-        width = self._width
+        width = self.width
         if self._microbatches.flow.is_healthy:
             return reports
         of = partial(replica_microbatches, num_replicas=width, num_microbatches=count * width)
@@ -465,14 +455,10 @@ class OwnLoop(ElasticJob):
             made, norm, *others = native(*args, **kwargs)
             self._gradients.begin()
             self._states.forget()
-            self._agree_on_buffers()
-            pace = self._worker.stopwatch.times.told_pace()
-            losses = [first_loss(one) for one in self._reports]
-            loss, tokens, agreed = self._agree(losses, float(norm or 0.0), pace=pace)
+            report = self._report([*map(first_loss, self._reports)], float(norm or 0.0))
             # Without a part of the model a worker has none of its own.
-            results.append((made, norm if self.has_place else agreed, *others))
-            lr = self._framework.learning_rate()
-            return StepReport(loss=loss, grad_norm=agreed, lr=lr, tokens=tokens)
+            results.append((made, norm if self.has_place else report.grad_norm, *others))
+            return report
 
         def update() -> Any:
             self._loop.step(attempt)
@@ -496,7 +482,7 @@ class OwnLoop(ElasticJob):
         if known is None:
             mine = {self.replica, self.replica or FIRST_SHOWN}
             try:
-                original = Original(iterator, mine=mine, num_replicas=self._width)
+                original = Original(iterator, mine=mine, num_replicas=self.width)
             except InMemory:
                 self._streams.add_in_memory(iterator)
                 return None
@@ -536,7 +522,7 @@ class OwnLoop(ElasticJob):
                     f"data_iterator is a {kind}, whose batches are in memory, and there are"
                     f" pipeline stages, for which these are not carried: {ADVICE}"
                 )
-            self._seal = InputSeal(self._worker, replica=self.replica, num_replicas=self._width)
+            self._seal = InputSeal(self._worker, replica=self.replica, num_replicas=self.width)
             self._positions.follow(self._seal)
             self._calls.end(
                 "its script makes batches in memory from what the model is by then; set respawn to"
@@ -546,8 +532,8 @@ class OwnLoop(ElasticJob):
             self._seal,
             drawn(iterator, count, forward_step=forward_step_func, chunk=chunks_of(model)[0]),
             trains=trains,
-            flow=partial(self._microbatches.dealt, count * self._width),
-            is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self._width),
+            flow=partial(self._microbatches.dealt, count * self.width),
+            is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self.width),
         )
 
 

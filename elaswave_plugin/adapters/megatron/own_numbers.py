@@ -19,25 +19,25 @@ class OwnNumbers:
         self,
         worker: Worker,
         *,
+        flow: Callable[[], Dataflow | PipelineFlow],
         share: int,
         advice: str,
         concerns: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``share``: micro-batches of a replica at the launch; ``advice``: what to do, and a page.
+        """``flow()``: what each worker runs now; ``share``: micro-batches of a replica at launch.
 
-        ``concerns()``: whether the script is in a step, an evaluation, or between two of them.
+        ``advice``: what to do, and a page; ``concerns()``: whether the script is in a step, an
+        evaluation, or between two of them.
         """
-        self._worker = worker
-        self._share = share
-        self._advice = advice
-        self._concerns = concerns
+        self._worker, self._flow, self._share = worker, flow, share
+        self._advice, self._concerns = advice, concerns
         # Lines that were found here, by what first, and which of all workers' were told.
         self._lines: dict[str, str] = {}
         self._told: set[str] = set()
 
     def begin(self) -> None:
         """A step begins: look from now on at what the script asks for, if shares are others."""
-        self._worker.links.asked = None if self._flow.is_healthy else self.asks
+        self._worker.links.asked = None if self._flow().is_healthy else self.asks
 
     def end(self) -> None:
         """Look at nothing any more."""
@@ -60,7 +60,7 @@ class OwnNumbers:
 
     def tell(self) -> None:
         """Name all workers' new lines in one sentence (collective over WORLD, after a loss)."""
-        if self._flow.is_healthy:
+        if self._flow().is_healthy:
             return
         lines = sorted({line for lines in gathered(self.new) for line in lines} - self._told)
         self._told.update(lines)
@@ -73,15 +73,9 @@ class OwnNumbers:
             f"width, is another number; {self._advice}"
         )
 
-    @property
-    def _flow(self) -> Dataflow | PipelineFlow:
-        flow = self._worker.dataflow
-        assert isinstance(flow, Dataflow | PipelineFlow)
-        return flow
-
     def _sizes(self) -> Iterator[int]:
         """Yield how many micro-batches each worker runs that has a place."""
-        flow = self._flow
+        flow = self._flow()
         for slot in self._worker.ranks:
             if isinstance(flow, Dataflow):
                 yield len(flow.microbatches(slot))

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.script_lines import bare_collective
 from elaswave_plugin.adapters.unbound import Unbound
+from elaswave_plugin.around import around
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.calls_before import CallsBefore
@@ -41,7 +42,8 @@ def _is_before_a_load() -> bool:
 
 def _is_of_a_framework() -> bool:
     """Return whether the function that asks is called by a framework, not by the script."""
-    asker = sys._getframe(2).f_globals.get("__name__", "")
+    # Behind the replacement that ``around`` has made.
+    asker = sys._getframe(3).f_globals.get("__name__", "")
     return asker.startswith(("megatron.core.", "torch.", "elaswave_plugin."))
 
 
@@ -72,7 +74,8 @@ class ScriptStart:
         self._saves.comes_later = lambda: self._worker.detached
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
-        self._loop: OwnLoop | None = None
+        self.loop: OwnLoop | None = None
+        """The loop of the script; None before it trains."""
         self._before = CallsBefore(self._worker, is_own=lambda: bare_collective() is not None)
         self._unbound = Unbound(
             lambda optimizer: _is_before_a_load(),
@@ -83,12 +86,7 @@ class ScriptStart:
     @property
     def is_behind(self) -> bool:
         """True while the script of a worker that came later is at what the others have behind."""
-        return self._worker.detached if self._loop is None else self._loop.is_behind
-
-    @property
-    def loop(self) -> OwnLoop | None:
-        """The loop of the script; None before it trains."""
-        return self._loop
+        return self._worker.detached if self.loop is None else self.loop.is_behind
 
     def world(self) -> dict[str, Any]:
         """The arguments of ``init_process_group``."""
@@ -100,7 +98,7 @@ class ScriptStart:
             *(
                 record(
                     f"{_SCHEDULES}:forward_backward_{name}",
-                    self._schedule,
+                    around(self._schedule),
                     "each loop calls one of them in every step, by a name that is looked up then",
                 )
                 for name in names
@@ -108,83 +106,71 @@ class ScriptStart:
             *(
                 record(
                     f"megatron.core.parallel_state:get_data_parallel_{name}",
-                    partial(self._of_launch, name=name),
+                    around(call),
                     "a script reads and counts as a replica of the launch: the global batch stays",
                 )
-                for name in ("world_size", "rank")
+                for name, call in (
+                    ("world_size", self._width_of_launch),
+                    ("rank", self._replica_of_launch),
+                )
             ),
             record(
                 "megatron.core.parallel_state:destroy_model_parallel",
-                self._kept,
+                around(self._kept),
                 "a script may meet the others behind it, where a loss takes all back into a step",
             ),
             *(
                 record(
                     f"elaswave_plugin.communicator.groups.group_core:GroupCore.{name}",
-                    partial(self._as_made, of_members=of_members),
+                    around(partial(self._as_made, of_members=of_members)),
                     "so is a group that a script asks by itself that of its launch",
                 )
                 for name, of_members in (("size", len), ("rank", self._place_in))
             ),
         ]
 
-    def _schedule(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(native)
-        @ends_in_a_sentence
-        def forward_backward(**kwargs: Any) -> Any:
-            forward_only = kwargs.pop("forward_only", False)
-            if self._loop is None and forward_only:
-                return native(forward_only=True, **kwargs)
-            if self._loop is None:
-                self._unbound.stop()
-                self._before.end()
-                self._loop = OwnLoop(
-                    self._config,
-                    worker=self._worker,
-                    patches=self._patches,
-                    saves=self._saves,
-                    call=kwargs,
-                )
-            return self._loop.call(native, forward_only=forward_only, **kwargs)
+    @ends_in_a_sentence
+    def _schedule(self, native: Callable[..., Any], **kwargs: Any) -> Any:
+        forward_only = kwargs.pop("forward_only", False)
+        if self.loop is None and forward_only:
+            return native(forward_only=True, **kwargs)
+        if self.loop is None:
+            self._unbound.stop()
+            self._before.end()
+            self.loop = OwnLoop(
+                self._config,
+                worker=self._worker,
+                patches=self._patches,
+                saves=self._saves,
+                call=kwargs,
+            )
+        return self.loop.call(native, forward_only=forward_only, **kwargs)
 
-        return forward_backward
-
-    def _kept(self, native: Callable[[], None]) -> Callable[[], None]:
-        @wraps(native)
-        def destroy_model_parallel() -> None:
-            if self._loop is None:
-                native()
-
-        return destroy_model_parallel
+    def _kept(self, native: Callable[[], None]) -> None:
+        if self.loop is None:
+            native()
 
     def _place_in(self, members: Sequence[int]) -> int:
         slot = self._worker.slot
         return members.index(slot) if slot in members else -1
 
     def _as_made(
-        self, native: Callable[..., int], *, of_members: Callable[[Sequence[int]], int]
-    ) -> Callable[..., int]:
-        @wraps(native)
-        def get(group: Any) -> int:
-            if self._loop is None or _is_of_a_framework():
-                return native(group)
-            self._loop.shares.ask_replicas()
-            return of_members(self._worker.groups.made_of(group))
+        self, native: Callable[..., int], group: Any, *, of_members: Callable[[Sequence[int]], int]
+    ) -> int:
+        if self.loop is None or _is_of_a_framework():
+            return native(group)
+        self.loop.shares.ask_replicas()
+        return of_members(self._worker.groups.made_of(group))
 
-        return get
+    def _width_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        if self.loop is None or _is_of_a_framework():
+            return native(*args, **kwargs)
+        self.loop.shares.ask_replicas()
+        return self.loop.width
 
-    def _of_launch(self, native: Callable[..., int], *, name: str) -> Callable[..., int]:
-        @wraps(native)
-        def get(*args: Any, **kwargs: Any) -> int:
-            if _is_of_a_framework():
-                return native(*args, **kwargs)
-            loop = self._loop
-            if name == "world_size" and loop is not None:
-                loop.shares.ask_replicas()
-                return loop.width
-            if name == "world_size":
-                return native(*args, **kwargs)
-            replica = native(*args, **kwargs) if loop is None else loop.replica
-            return FIRST_SHOWN if self.is_behind and not replica else replica
-
-        return get
+    def _replica_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        loop = self.loop
+        if _is_of_a_framework():
+            return native(*args, **kwargs)
+        replica = native(*args, **kwargs) if loop is None else loop.replica
+        return FIRST_SHOWN if self.is_behind and not replica else replica

@@ -36,14 +36,15 @@ class Turns:
             )
         self._binds.add(chunks, optimizer, run)
 
-    def check_bound(self, verb: str) -> None:
-        """Raise ConfigurationError where ``verb`` comes before ``bind``."""
+    def check_bound(self, verb: str) -> bool:
+        """Return whether ``verb`` is the first; raises ConfigurationError before ``bind``."""
         if not self._binds.are_any:
             raise ConfigurationError(
                 f"job.{verb} is called before job.bind: write job.bind(model, optimizer, "
                 "scheduler, train_iters=...) behind the lines that build the three"
             )
-        self._first = self._first or verb
+        is_first, self._first = self._first is None, self._first or verb
+        return is_first
 
     def begin_training(self) -> None:
         """``train`` is called; raises ConfigurationError before ``bind``, and the second time."""

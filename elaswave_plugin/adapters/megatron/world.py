@@ -1,5 +1,6 @@
-"""Checks that the groups that a script has made are those of the job."""
+"""Joins the job, and checks that the groups that a script has made are the job's."""
 
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from elaswave_plugin.adapters.megatron.unsupported import check_growth
 from elaswave_plugin.communicator.process_group import GroupTable
+from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.environment import read_reserve
+from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.tracking.sinks import check_sinks
 from elaswave_plugin.trainer.fatal import explain_errors
 from elaswave_plugin.words import NAME
 
@@ -49,6 +55,35 @@ def name_what_is_missing(groups: GroupTable) -> None:
         return ConfigurationError(f"torch.distributed is not initialized: write {INIT}")
 
     explain_errors(explain)
+
+
+def join(
+    config: ElasticConfig,
+    *,
+    width: int,
+    model_parallel: tuple[int, int],
+    num_microbatches: int,
+    last_checkpoint: str,
+) -> Worker:
+    """Join the job; raises ConfigurationError outside an agent, and for settings that do not fit.
+
+    ``width``: replicas at the launch; ``num_microbatches``: of the smallest batch;
+    ``last_checkpoint``: how a script has one written.
+    """
+    if model_parallel == (1, 1):
+        config.check_without_stages()
+    config.check_last_checkpoint(last_checkpoint)
+    reserve = read_reserve(os.environ)
+    check_growth(
+        config,
+        reserve,
+        width=width,
+        model_parallel=model_parallel,
+        num_microbatches=num_microbatches,
+    )
+    config.check_slots(int(os.environ.get("WORLD_SIZE", "1")) + reserve)
+    check_sinks(config)
+    return Worker(config=config, environ=os.environ, model_parallel=model_parallel)
 
 
 def check_world(groups: GroupTable, *, model_parallel: tuple[int, int]) -> None:

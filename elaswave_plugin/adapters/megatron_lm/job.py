@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,8 @@ from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step_parts import step_state
-from elaswave_plugin.adapters.megatron.unsupported import check_growth, check_supported
+from elaswave_plugin.adapters.megatron.unsupported import check_supported
+from elaswave_plugin.adapters.megatron.world import join
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
 from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
 from elaswave_plugin.adapters.megatron_lm.legacy_optimizer import LegacyOptimizer
@@ -48,11 +50,8 @@ from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.tracking.sinks import check_sinks
 
 Result = TypeVar("Result")
 Loader = MicrobatchLoader | ExternalLoader
@@ -62,6 +61,9 @@ _SHOULD_EXIT = 2
 
 class LmJob:
     """One worker's part of the loop."""
+
+    # Once the optimizer is made.
+    _shard: FlatShard
 
     def __init__(
         self, config: ElasticConfig, args: Any, saves: WholeSaves, script: ScriptArguments
@@ -81,17 +83,6 @@ class LmJob:
             for size in global_batch_sizes(args)
         ]
         self._num_microbatches = counts[-1]
-        reserve = read_reserve(os.environ)
-        check_growth(
-            config,
-            reserve,
-            width=self.width,
-            model_parallel=model_parallel,
-            num_microbatches=counts[0],
-        )
-        config.check_slots(workers + reserve)
-        config.check_last_checkpoint("the script writes one where it has --save")
-        check_sinks(config)
         if config.wandb != "off" and args.wandb_project:
             raise ConfigurationError(
                 f"wandb is {config.wandb!r} and --wandb-project is {args.wandb_project!r}, and the"
@@ -101,11 +92,25 @@ class LmJob:
         self._script = script
         self._saves = saves
         self._seed = args.seed if config.seed is None else config.seed
-        self.worker = Worker(config=config, environ=os.environ, model_parallel=model_parallel)
+        self.worker = join(
+            config,
+            width=self.width,
+            model_parallel=model_parallel,
+            num_microbatches=counts[0],
+            last_checkpoint="the script writes one where it has --save",
+        )
         self._tracker = tracker_of(self.worker)
+        self._own_numbers = OwnNumbers(
+            self.worker,
+            flow=lambda: self._microbatches.flow,
+            share=self._num_microbatches // self.width,
+            advice="report what a micro-batch has by itself, which the log has the mean of "
+            "(docs/megatron_lm.md)",
+        )
         self._loaders: list[Loader] = []
-        self._shard: FlatShard | None = None
         self._loop: CallLog | None = None
+        self.reads_external = args.dataloader_type == "external"
+        """Whether the script brings loaders of its own."""
         # What the last training step has read: so many samples of each of these.
         self._trained_from: list[Loader] = []
         self._trained_samples = 0
@@ -121,7 +126,7 @@ class LmJob:
     def take_writers(self, openers: Mapping[str, Callable[[Any], None]]) -> None:
         """Open the script's TensorBoard and W&B writers where the last rank is, now and later."""
         self._writers = ScriptWriters(self._args, openers, self.worker.run_id)
-        if not self.comes_later:
+        if not self.worker.detached:
             self._writers.follow(is_last_rank=self._is_last_rank, waits=True)
 
     @property
@@ -136,7 +141,7 @@ class LmJob:
 
     def say(self, adjusted: Sequence[str]) -> None:
         """Tell once, at launch, in one line what of the script's arguments is adjusted."""
-        if adjusted and self.worker.slot == 0 and not self.comes_later:
+        if adjusted and self.worker.slot == 0 and not self.worker.detached:
             say(f"adjusted: {'; '.join(adjusted)}")
 
     # ---- what Megatron-LM builds ----------------------------------------------------------------
@@ -167,11 +172,6 @@ class LmJob:
         )
         self._loaders.append(loader)
         return loader
-
-    @property
-    def reads_external(self) -> bool:
-        """Return whether the script brings loaders of its own."""
-        return bool(self._args.dataloader_type == "external")
 
     def make_external_loader(self, stream: Any, position: int) -> ExternalLoader:
         """The loader of a stream that the script has made; None where it makes none."""
@@ -209,7 +209,6 @@ class LmJob:
         Raises ConfigurationError for a model that it could not get.
         """
         args, worker, self._train_data = self._args, self.worker, train_data
-        assert self._shard is not None
         # As Megatron-LM's train() sets it a moment later.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         model = MegatronFramework(
@@ -239,11 +238,9 @@ class LmJob:
             micro_batch_size=args.micro_batch_size,
             seed=self._seed,
             passes_undone=self._passes_undone,
-            is_as_begun=self._state.is_as_begun,
             why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
-        self._own_numbers = self._watched_numbers()
         self._recording = Recording(worker, self._tracker, pieces=self._framework.named_pieces)
         steps = GuardedSteps(
             worker,
@@ -275,20 +272,11 @@ class LmJob:
             if args.exit_signal_handler:
                 member.signals.take_over(args.exit_signal)
 
-    def _watched_numbers(self) -> OwnNumbers:
-        """Watch what the script's own functions ask the others for."""
-        return OwnNumbers(
-            self.worker,
-            share=self._num_microbatches // self.width,
-            advice="report what a micro-batch has by itself, which the log has the mean of "
-            "(docs/megatron_lm.md)",
-        )
-
     def _tell_rank(self) -> None:
         """Tell Megatron-LM of the rank in this view; who came later has no profiler begun."""
         args = self._args
         self._know_rank()
-        is_profiled = args.rank in args.profile_ranks and not self.comes_later
+        is_profiled = args.rank in args.profile_ranks and not self.worker.detached
         args.profile = args.profile and is_profiled
 
     def _know_rank(self) -> None:
@@ -400,7 +388,7 @@ class LmJob:
             if self.router_losses is not None:
                 self.router_losses.begin()
         step, forward_step = self.worker.completed, kwargs.pop("forward_step_func")
-        kwargs["forward_step_func"] = without_collectives(forward_step, self.worker.links)
+        kwargs["forward_step_func"] = partial(without_collectives, self.worker.links, forward_step)
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
             size = self._args.micro_batch_size
@@ -465,7 +453,6 @@ class LmJob:
         """Return the norm of all weights; None, which is not logged, for a worker to come."""
         placed = self.has_place
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        assert self._shard is not None
         return params_norm(
             self._framework.chunks if placed else (),
             self._shard,
@@ -491,11 +478,6 @@ class LmJob:
         """True if the job ends by itself after this step, by the setting ``stop_after``."""
         stop_after = self.worker.config.stop_after
         return stop_after is not None and self.worker.completed >= stop_after
-
-    @property
-    def comes_later(self) -> bool:
-        """True if this worker comes later, and builds its model beside the training."""
-        return self.worker.detached
 
     @property
     def has_place(self) -> bool:

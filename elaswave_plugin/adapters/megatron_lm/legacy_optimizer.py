@@ -25,6 +25,8 @@ _NUMEL, _MASTERS = "numel_unpadded", "fp32_from_fp16_params"
 class LegacyOptimizer:
     """Stands before what an optimizer gives to, and takes from, checkpoints of the format torch."""
 
+    _shard: FlatShard
+
     def __init__(self, outer: Any, distributed: DistributedOptimizer, *, is_named: bool) -> None:
         """Remember how Megatron-Core has laid out its buffers; comes before that is changed.
 
@@ -33,7 +35,6 @@ class LegacyOptimizer:
         self._distributed, self._is_named = distributed, is_named
         self._has_masters = bool(distributed.config.fp16 or distributed.config.bf16)
         self._layout = [_positions(buffer) for buffer in distributed.buffers]
-        self._shard: FlatShard | None = None
         self._whole: dict[torch.nn.Parameter, Whole] | None = None
         self._load = outer.load_state_dict
         outer.load_state_dict = self.load_state_dict
@@ -48,14 +49,19 @@ class LegacyOptimizer:
 
     def gather(self) -> None:
         """Put together what the next save writes; collective over the replicas of a stage."""
-        assert self._shard is not None
-        self._whole = whole_state.gather(self._distributed, self._shard)
+        distributed, found = self._distributed, dict[torch.nn.Parameter, Whole]()
+        is_first = distributed.data_parallel_group.rank() == 0
+        for param in self._shard.params:
+            piece = whole_state.own_piece(distributed, param)
+            whole = whole_state.whole_of(distributed, param, piece)
+            found[param] = {part: one.cpu() for part, one in whole.items()} if is_first else {}
+        self._whole = found if is_first else None
 
     # ---- a plain optimizer ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the plain optimizer, as it was gathered."""
-        assert self._shard is not None and self._whole is not None
+        assert self._whole is not None
         inner, groups = self._distributed.optimizer, []
         state: dict[int, dict[str, torch.Tensor]] = {}
         step = adam.applied_steps(inner)
@@ -87,7 +93,6 @@ class LegacyOptimizer:
         self._load_plain(plain, state)
 
     def _load_plain(self, plain: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        assert self._shard is not None
         groups, tensors = plain["param_groups"], plain["state"]
         sizes = [len(params) for params in self._shard.groups]
         if [len(group["params"]) for group in groups] != sizes:
@@ -137,7 +142,6 @@ class LegacyOptimizer:
                 f"{filename} is of a format of before February 2024: convert it once without "
                 "--elaswave, by --ckpt-convert-update-legacy-dist-opt-format"
             )
-        assert self._shard is not None
         # The other file has brought tensors in the place of the shard's.
         self._shard.adopt()
         state = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
@@ -156,8 +160,8 @@ class LegacyOptimizer:
         self._install(found, adam.applied_steps(self._distributed.optimizer))
 
     def _install(self, found: dict[torch.nn.Parameter, Whole], step: int) -> None:
-        assert self._shard is not None
-        whole_state.scatter(self._distributed, self._shard, found)
+        for param, whole in found.items():
+            whole_state.install(self._distributed, param, whole)
         self._shard.set_applied_steps(step)
 
 

@@ -8,13 +8,14 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 
 from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER
 from elaswave_plugin.checkpoints.legacy import flaw_of
 from elaswave_plugin.recovery.drafts import Drafts
+from elaswave_plugin.values.set_within import set_within
 
 
 class LegacySaves:
@@ -22,13 +23,9 @@ class LegacySaves:
 
     def __init__(self) -> None:
         self._place = self._draft = Path()
-        self._is_open = False
+        self.is_open = False
+        """Whether a save is in progress."""
         self._lines: list[tuple[Path, str]] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a save is in progress."""
-        return self._is_open
 
     def write(self, drafts: Drafts, place: Path, save: Callable[[], None]) -> None:
         """Have Megatron-LM write the checkpoint of ``place``; collective over WORLD.
@@ -38,11 +35,8 @@ class LegacySaves:
 
         def write(draft: Path) -> None:
             self._place, self._draft, self._lines = place, draft, []
-            self._is_open = True
-            try:
+            with set_within(self, "is_open", True):
                 save()
-            finally:
-                self._is_open = False
 
         drafts.write(place, write, flaw_of, pointer=place.with_name(MEGATRON_TRACKER))
         for path, text in self._lines:
@@ -52,7 +46,7 @@ class LegacySaves:
 
     def name(self, path: str) -> str:
         """Return where a file of the checkpoint is written now."""
-        if self._is_open and Path(path).is_relative_to(self._place):
+        if self.is_open and Path(path).is_relative_to(self._place):
             return str(self._draft / Path(path).relative_to(self._place))
         return path
 
@@ -62,12 +56,3 @@ class LegacySaves:
         text = io.StringIO()
         yield text
         self._lines.append((path, text.getvalue()))
-
-
-def named_by(native: Callable[..., str], saves: LegacySaves) -> Callable[..., str]:
-    """Have ``get_checkpoint_name`` lead into the draft of a save in progress."""
-
-    def get_checkpoint_name(*args: Any, **kwargs: Any) -> str:
-        return saves.name(native(*args, **kwargs))
-
-    return get_checkpoint_name

@@ -1,6 +1,7 @@
 """The losses that a forward step reports, summed alike whichever worker ran which micro-batch."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -82,17 +83,17 @@ class LossTotals:
 
     def _total(self, rows: Sequence[Sequence[float]]) -> torch.Tensor:
         device = torch.cuda.current_device()
-        total: torch.Tensor | None = None
-        for replica in range(self._num_replicas):
-            own = replica_microbatches(
-                replica, num_replicas=self._num_replicas, num_microbatches=len(rows)
-            )
-            added = torch.tensor([rows[k] for k in own], dtype=torch.float32, device=device).sum(
-                dim=0
-            )
-            total = added if total is None else total + added
-        assert total is not None
-        return total
+        replicas = (
+            replica_microbatches(one, num_replicas=self._num_replicas, num_microbatches=len(rows))
+            for one in range(self._num_replicas)
+        )
+        return reduce(
+            torch.add,
+            (
+                torch.tensor([rows[k] for k in own], dtype=torch.float32, device=device).sum(dim=0)
+                for own in replicas
+            ),
+        )
 
 
 def told_everyone(losses: Report) -> Report:

@@ -6,10 +6,12 @@ meets another one. The job averages over all micro-batches itself (losses.py).
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 
 import torch
+
+from elaswave_plugin.values.set_within import set_within
 
 _NAME = "average_losses_across_data_parallel_group"
 
@@ -31,10 +33,7 @@ def without_averages() -> Iterator[None]:
         for module in list(sys.modules.values())
         if getattr(module, "__dict__", {}).get(_NAME) is native
     ]
-    for module in holders:
-        setattr(module, _NAME, own_losses)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in holders:
-            setattr(module, _NAME, native)
+            stack.enter_context(set_within(module, _NAME, own_losses))
+        yield

@@ -9,6 +9,7 @@ from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS, record
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks, has_index_builder
 from elaswave_plugin.adapters.megatron_lm.script_writers import TENSORBOARD, WANDB
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
+from elaswave_plugin.around import around
 from elaswave_plugin.errors import EpochChanged
 
 _TRAINING = "megatron.training.training"
@@ -30,11 +31,12 @@ def lm_patches(hooks: Hooks) -> PatchSet:
     )
 
 
-def _record(target: str, make: Callable[[Any], Any], reason: str, *parameters: str) -> PatchRecord:
+def _record(target: str, call: Callable[..., Any], reason: str, *parameters: str) -> PatchRecord:
     """Of a function of megatron.training, which has the hook that its diff gives to it by name.
 
     The function there asks the hook, which is to call the one below it (``replaceable``).
     """
+    make = around(call)
     hook = Hook(f"{target}_hook", lambda function: make(unwrap(function)))
     return record(target, make, reason, *parameters, valid=SCRIPTS, hook=hook)
 
@@ -61,11 +63,11 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
         ),
         record(
             f"{_SIGNALS}:get_device",
-            hooks.signal_device,
+            around(hooks.signal_device),
             "it knows the devices of nccl and gloo only, and ends the job with another backend",
             "local_rank",
             valid=SCRIPTS,
-            hook=Hook(f"{_SIGNALS}:get_device_hook", hooks.signal_device),
+            hook=Hook(f"{_SIGNALS}:get_device_hook", around(hooks.signal_device)),
         ),
         _record(
             f"{_TRAINING}:get_megatron_optimizer",
@@ -76,7 +78,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
         ),
         record(
             f"{_DATASETS}.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
-            hooks.build_datasets,
+            around(hooks.build_datasets),
             "a worker may come to a place where data is read",
             *("self", "cls", "sizes", "is_built_on_rank", "config"),
             valid=SCRIPTS,
@@ -87,7 +89,7 @@ def _start(hooks: Hooks) -> list[PatchRecord]:
         ),
         record(
             f"{_DATASETS}.utils:compile_helpers",
-            hooks.compile_index_builder,
+            around(hooks.compile_index_builder),
             "the wheel brings them built, and no Makefile",
             valid=SCRIPTS,
             hook=Hook(f"{_DATASETS}.utils:has_helpers_hook", lambda function: has_index_builder),
@@ -165,14 +167,13 @@ def _steps(hooks: Hooks) -> list[PatchRecord]:
 
 def _pieces(hooks: Hooks) -> list[PatchRecord]:
     again = "it contains collectives, and starts again after a recovery"
-    evaluation = partial(hooks.piece, phase="evaluation")
     return [
         _record(
             f"{_TRAINING}:training_log", hooks.training_log, again, *_parameters_of_training_log()
         ),
         _record(
             f"{_TRAINING}:evaluate_and_print_results",
-            evaluation,
+            hooks.evaluation,
             again,
             *("prefix", "forward_step_func", "data_iterator", "model", "iteration"),
             *("process_non_loss_data_func", "config", "verbose", "write_to_tensorboard"),
@@ -198,7 +199,7 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
         *(
             record(
                 f"megatron.core.timers:Timer.{name}",
-                hooks.timer,
+                around(hooks.timer),
                 "its barrier starts again after a recovery",
                 *("self", "barrier"),
                 valid=SCRIPTS,
@@ -208,7 +209,7 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
         ),
         record(
             "megatron.core.utils:StragglerDetector.__exit__",
-            hooks.leave_detector,
+            around(hooks.leave_detector),
             "it shows the stack of whatever passes it, and an interrupted step is no error",
             *("self", "ex_type", "ex_val", "ex_tb"),
             valid=SCRIPTS,
@@ -228,7 +229,7 @@ def _measures(hooks: Hooks) -> list[PatchRecord]:
         *(
             record(
                 f"megatron.core.energy_monitor:EnergyMonitor.{name}",
-                hooks.piece,
+                around(hooks.piece),
                 "it adds up over all workers, and starts again after a recovery",
                 "self",
             )

@@ -7,6 +7,7 @@ log gets it back as the one table of the whole job, and groups of one to sum it 
 """
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -109,7 +110,4 @@ class RouterLosses:
 
 
 def _added(terms: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros_like(terms[0])
-    for term in terms:
-        total += term
-    return total
+    return reduce(torch.add, terms, torch.zeros_like(terms[0]))

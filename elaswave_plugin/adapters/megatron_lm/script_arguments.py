@@ -2,8 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from elaswave_plugin.adapters.answers import UNSET, Answer, refuse, replies
@@ -11,6 +10,7 @@ from elaswave_plugin.adapters.growth import without_newcomers
 from elaswave_plugin.adapters.megatron_lm_settings import settings
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.set_within import set_within
 
 _OPTIMIZER = "use_distributed_optimizer"
 
@@ -62,12 +62,6 @@ class ScriptArguments:
         """Return whether the script itself has switched it on."""
         return bool(self.given.get(_OPTIMIZER, True))
 
-    @contextmanager
-    def as_given(self, args: argparse.Namespace) -> Iterator[None]:
+    def as_given(self, args: argparse.Namespace) -> AbstractContextManager[None]:
         """Inside, the optimizer is the one that the script named: checkpoints are its own."""
-        kept = args.use_distributed_optimizer
-        args.use_distributed_optimizer = self.given.get(_OPTIMIZER, kept)
-        try:
-            yield
-        finally:
-            args.use_distributed_optimizer = kept
+        return set_within(args, _OPTIMIZER, self.given.get(_OPTIMIZER, vars(args)[_OPTIMIZER]))

@@ -17,7 +17,6 @@ from elaswave_plugin.agent.peers.spoken_notes import words_of, words_of_view
 from elaswave_plugin.agent.peers.unheard import Unheard
 from elaswave_plugin.agent.peers.wait_watch import WaitWatch
 from elaswave_plugin.core.agreement.effects import (
-    Connect,
     Deliver,
     Disconnect,
     Dismiss,
@@ -45,7 +44,7 @@ from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.ipc.wire import Frame, encode
+from elaswave_plugin.ipc.wire import Encoder, Frame
 from elaswave_plugin.tracking.events import EventLog
 
 APART_S = 1.5
@@ -73,8 +72,6 @@ class TrainerSide(Protocol):
     def seat(self, worker: WorkerId) -> None: ...
 
     def vacated(self, slot: int) -> None: ...
-
-    def moved(self) -> None: ...
 
     def progress(self, awake_s: float) -> list[Sample]: ...
 
@@ -133,7 +130,7 @@ class Coordinator:
         # Nodes that are gone as far as their links tell, and that nobody has needed yet.
         self._gone: dict[int, str] = {}
         self.unheard = Unheard(own.node, events=events)
-        self._last_sent: tuple[Message | None, bytes] = (None, b"")
+        self._encode = Encoder()
         self._beat_due_s = time.monotonic()
         self._alarm_s: float | None = None
 
@@ -173,7 +170,7 @@ class Coordinator:
 
     def finish(self, timeout_s: float) -> None:
         """Say goodbye on every link, so that no last word is lost, and close."""
-        self._links.finish(encode(Goodbye()), timeout_s)
+        self._links.finish(self._encode(Goodbye()), timeout_s)
 
     def enter(self, slot: int, *, wanted: Callable[[], bool]) -> None:
         """A trainer is built: ask for its entry once all members of other nodes are reached.
@@ -309,21 +306,16 @@ class Coordinator:
                 self._gone.pop(effect.node, None)
                 self._links.close(effect.node)
                 self._heard_s.pop(effect.node, None)
-            case Connect():
-                self._trainer_side.moved()
             case Over():
                 self._trainer_side.end(effect.reason, effect.exit_code)
             case Note():
                 self._record(effect)
 
     def _send(self, to: int, message: Message) -> None:
-        """A message to many is encoded once."""
-        if self._last_sent[0] is not message:
-            self._last_sent = message, encode(message)
         channel = self._links.channels.get(to)
         # Without a link: the one that opens it is told what matters (`Agreement.linked`).
         if channel is not None:
-            channel.send_encoded(self._last_sent[1])
+            channel.send_encoded(self._encode(message))
 
     def _record(self, note: Note) -> None:
         self._events.emit(note.kind, **note.fields)

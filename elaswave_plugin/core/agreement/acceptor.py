@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from elaswave_plugin.core.agreement.effects import Deliver, Dismiss, Fence, Over, Ring
 from elaswave_plugin.core.agreement.messages import (
@@ -165,16 +164,23 @@ class Acceptor(Reporter, ABC):
             may_answer = lives and not seat.detached and slot in proposal.view.ranks
             waits = may_answer and not proposal.boundary
             seat.fence_at_s = now_s + self._answer_limit_s() if waits else None
-        reason = proposal.view.reason
-        ring = Ring(ballot=proposal.ballot, reason=reason, boundary=proposal.boundary)
-        self._effects.append(ring)
+        self._ring(proposal)
 
     def _on_stop_before(self, message: StopBefore) -> None:
         accepted = self.accepted
         if accepted is not None and accepted.ballot == message.ballot:
             self._is_named = True
-            ring = Ring(ballot=accepted.ballot, reason=accepted.view.reason, boundary=True)
-            self._effects.append(replace(ring, before_step=message.step))
+            self._ring(accepted, before_step=message.step)
+
+    def _ring(self, proposal: Proposal, *, before_step: int | None = None) -> None:
+        ring = Ring(
+            ballot=proposal.ballot,
+            reason=proposal.view.reason,
+            within_s=self.timeouts.quiesce_timeout_s,
+            boundary=proposal.boundary,
+            before_step=before_step,
+        )
+        self._effects.append(ring)
 
     # ---- what the own trainers answer ---------------------------------------------------------
 
@@ -271,7 +277,7 @@ class Acceptor(Reporter, ABC):
         if any(self.worker(slot) in proposal.view for slot in self.seats):
             self._effects.append(Deliver(committed=message, skipped=skipped))
         for slot, seat in self.seats.items():
-            if self.worker(slot) not in proposal.view and self.is_told_to_leave(slot):
+            if self.worker(slot) not in proposal.view and self.notices_of(slot):
                 seat.dismissed = True
                 self._effects.append(Dismiss(slot=slot))
 

@@ -1,4 +1,4 @@
-"""The orders of the agreement to its own agent."""
+"""The orders of the agreement to its own agent, which passes some of them on to its trainers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from elaswave_plugin.core.agreement.messages import Ballot, Committed, Message
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
+from elaswave_plugin.core.codec import WireMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,22 +19,29 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
-    """A proposal is open: ask each own trainer to quiesce, then call `quiesced` with this ballot.
+class Ring(WireMessage):
+    """A proposal is open: each own trainer is to quiesce within `within_s` seconds, for the reason.
 
-    `boundary`: stop between two steps: ask which step each has begun, and call `begun`; with
-    `before_step`, stop before that step.
+    The agent calls `quiesced` with this ballot then. `boundary`: a trainer stops between two steps:
+    it says which step it has begun, and the agent calls `begun`; with `before_step`, it stops
+    before that step.
     """
 
     ballot: Ballot
     reason: str
+    within_s: float
     boundary: bool = False
     before_step: int | None = None
 
+    @property
+    def is_urgent(self) -> bool:
+        """True if it is known where the trainers stop."""
+        return not self.boundary or self.before_step is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deliver:
-    """Hand the commit to the own trainers in it; `skipped` are views they have to apply first."""
+class Deliver(WireMessage):
+    """The own trainers in a commit are told of it; `skipped` are views they have to apply first."""
 
     committed: Committed
     skipped: tuple[MembershipView, ...]
@@ -76,14 +84,6 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connect:
-    """A newly admitted agent has the number `node`, and answers at `address`."""
-
-    node: int
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
     """End: stop the own trainers, tell every peer, and exit."""
 
@@ -99,6 +99,4 @@ class Note:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = (
-    Send | Ring | Deliver | Dismiss | Fence | Seated | Vacated | Disconnect | Connect | Over | Note
-)
+Effect = Send | Ring | Deliver | Dismiss | Fence | Seated | Vacated | Disconnect | Over | Note

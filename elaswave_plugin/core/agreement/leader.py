@@ -19,7 +19,6 @@ from typing import Self
 
 from elaswave_plugin.core.agreement.candidate import Candidate
 from elaswave_plugin.core.agreement.effects import (
-    Connect,
     Disconnect,
     Dismiss,
     Effect,
@@ -117,7 +116,7 @@ class Agreement(Candidate):
             # The one that died may have written of it to no file yet.
             new._note_commit(record.last.proposal.view, again=True)
         for notice in record.notices:
-            new._tell_leader(notice, now_s)
+            new.tell_leader(notice, now_s)
         # Nor may it have told them.
         new._effects += [Dismiss(slot=slot) for slot, seat in new.seats.items() if seat.dismissed]
         return new
@@ -278,7 +277,7 @@ class Agreement(Candidate):
         if seat.detached:
             return
         seat.detached, seat.fence_at_s = True, None
-        self._tell_leader(message, 0.0)
+        self.tell_leader(message, 0.0)
 
     def vacate(self, slot: int, evidence: str) -> None:
         """Give an own slot up: this node starts no trainer in it any more."""
@@ -525,7 +524,6 @@ class Agreement(Candidate):
         lived = self.nodes.living()
         if message.node not in lived:
             self.addresses[message.node] = message.address
-            self._effects.append(Connect(node=message.node, address=message.address))
         for worker in message.workers:
             self.nodes.take(worker.slot, message.node)
             self._reports.replaced(worker)

@@ -203,7 +203,11 @@ class Accuse(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Severed(WireMessage):
-    """A link between two trainers broke in this epoch while one of them needed it."""
+    """A link between two trainers broke in this epoch while one of them needed it.
+
+    Usually the other one has died, and news of that follows at once. Otherwise both live: the same
+    workers get a new view, dial its links again, and redo the step.
+    """
 
     epoch: int
     evidence: str
@@ -211,7 +215,7 @@ class Severed(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan(WireMessage):
-    """In this epoch one of the workers got a wish, which its facts name in the next view."""
+    """A worker wants a view after this epoch, between two steps, for a wish that its facts name."""
 
     epoch: int
     reason: str
@@ -335,7 +339,7 @@ class Welcome(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(WireMessage):
-    """The job is over; `part`: for the followers of the sender, which has no majority."""
+    """The job is over, or cannot go on; `part`: for the followers of one without a majority."""
 
     reason: str
     exit_code: int

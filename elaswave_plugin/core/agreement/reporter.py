@@ -111,7 +111,7 @@ class Reporter:
     def first_seal(self, slot: int) -> None:
         """Note that a trainer has sealed its first snapshot."""
         if slot not in self._reports.sealed:
-            self._tell_leader(FirstSeal(slot=slot), 0.0)
+            self.tell_leader(FirstSeal(slot=slot), 0.0)
 
     def progress(self, slot: int, now_s: float) -> None:
         """Restart the time to answer a proposal: a trainer announced a phase."""
@@ -122,7 +122,7 @@ class Reporter:
     def trainer_done(self, slot: int, exit_code: int | None) -> None:
         """Note that a trainer finished its work; with `exit_code` set, it has exited."""
         self.seats[slot].fence_at_s = None
-        self._tell_leader(Done(slot=slot, exit_code=exit_code), 0.0)
+        self.tell_leader(Done(slot=slot, exit_code=exit_code), 0.0)
 
     def trainer_failed(
         self,
@@ -146,7 +146,7 @@ class Reporter:
             evidence=evidence,
             incarnation=self.seats[slot].incarnation,
         )
-        self._tell_leader(Report(failure=failure, exit_code=exit_code, raised=raised), now_s)
+        self.tell_leader(Report(failure=failure, exit_code=exit_code, raised=raised), now_s)
 
     def trainer_starts(self, slot: int, incarnation: int) -> None:
         """Report that another trainer is started in the place of the failed one."""
@@ -159,7 +159,7 @@ class Reporter:
     def trainer_ready(self, slot: int, now_s: float) -> None:
         """Report that a trainer, a new incarnation, is built and waits to be let in."""
         arrival = Arrival(worker=self.worker(slot), node=self.node)
-        self._tell_leader(Ready(arrival=arrival), now_s)
+        self.tell_leader(Ready(arrival=arrival), now_s)
 
     def give_notice(
         self,
@@ -169,7 +169,7 @@ class Reporter:
         *,
         saves_last: bool = False,
         asked: bool = False,
-    ) -> None:
+    ) -> Notice:
         """Report that a trainer has to leave between two steps; `Dismiss` says when.
 
         `saves_last`: if all leave, it writes a checkpoint with the others, and ends by itself.
@@ -177,7 +177,8 @@ class Reporter:
         """
         worker = self.worker(slot)
         notice = Notice(worker=worker, evidence=evidence, saves_last=saves_last, asked=asked)
-        self._tell_leader(notice, now_s)
+        self.tell_leader(notice, now_s)
+        return notice
 
     def settled(self, slot: int, epoch: int) -> None:
         """Report that a trainer needs nothing sealed before this epoch: leavers may end."""
@@ -206,18 +207,6 @@ class Reporter:
         for slot, epoch in self._reports.settled.items():
             if self._has_left(node) if leads else slot in self.seats:
                 self._send(node, Settled(slot=slot, epoch=epoch))
-
-    def severed(self, epoch: int, evidence: str, now_s: float) -> None:
-        """Report that a trainer's link to another one broke while it was needed.
-
-        Usually the other one has died, and news of that follows at once. Otherwise both live: the
-        same workers get a new view, dial its links again, and redo the step.
-        """
-        self._tell_leader(Severed(epoch=epoch, evidence=evidence), now_s)
-
-    def replan(self, reason: str, now_s: float) -> None:
-        """Ask for a view between two steps, for the wish that a trainer's facts name."""
-        self._tell_leader(Replan(epoch=self.committed.epoch, reason=reason), now_s)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -250,7 +239,7 @@ class Reporter:
             else:
                 self._send(self.nodes.of_slots[worker.slot], Stays(worker=worker))
 
-    def _tell_leader(self, news: News, now_s: float) -> None:
+    def tell_leader(self, news: News, now_s: float) -> None:
         """Tell the leader, which alone acts on news; a promise tells the next leader."""
         self._news.append(news)
         # Only the leader, which knows the wishes of all, can tell whether the worker stays.
@@ -264,10 +253,9 @@ class Reporter:
         for news in filter(_is_drain_request, tuple(self._news)):
             self._learn_news(news, now_s)
 
-    def is_told_to_leave(self, slot: int) -> bool:
-        """Return whether a notice of a trainer is in force, as far as is known; it may be dead."""
-        worker = self.worker(slot)
-        return any(notice.worker == worker for notice in self.own_notices)
+    def notices_of(self, slot: int) -> list[Notice]:
+        """List the notices to an own trainer, which may be dead, that are in force here."""
+        return [one for one in self.own_notices if one.worker == self.worker(slot)]
 
     @property
     def own_notices(self) -> tuple[Notice, ...]:

@@ -1,20 +1,16 @@
 """The decision whether and when to start a lost trainer again on its slot (pure).
 
->>> history = Deaths(limit=5)
->>> print(history.after_death(step=7))
-start again in 0.5 s
->>> print(history.after_death(step=9))
-start again in 1 s
->>> print(history.after_death(step=9))
-start again in 2 s
->>> print(history.after_death(step=9))
-give up: 3 trainers died at step 9, which is a bug of the program or a broken device
+>>> [delay_or_reason([7], limit=5), delay_or_reason([7, 9], limit=5)]
+[0.5, 1.0]
+>>> delay_or_reason([7, 9, 9, 9], limit=5)
+'3 trainers died at step 9, which is a bug of the program or a broken device'
+>>> delay_or_reason([7, 9], limit=1)
+'it was started again 1 times, the limit of respawn'
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 # The survivors' recovery goes first: building a trainer takes processor time.
 _FIRST_DELAY_S = 0.5
@@ -22,42 +18,15 @@ _LONGEST_DELAY_S = 60.0
 _SAME_STEP = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartAgain:
-    """The order to start the next incarnation after ``after_s`` seconds."""
+def delay_or_reason(deaths: Sequence[int], *, limit: int) -> float | str:
+    """Return after how many seconds the next trainer starts, or why the slot stays empty.
 
-    after_s: float
-
-    def __str__(self) -> str:
-        return f"start again in {self.after_s:g} s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    """The order to leave the slot empty."""
-
-    reason: str
-
-    def __str__(self) -> str:
-        return f"give up: {self.reason}"
-
-
-class Deaths:
-    """The deaths on one slot, by their ``steps``; ``limit``: the most times it is started again."""
-
-    def __init__(self, *, limit: int, steps: Iterable[int] = ()) -> None:
-        self.limit = limit
-        self.steps = list(steps)
-
-    def after_death(self, *, step: int) -> StartAgain | GiveUp:
-        """Decide what follows the death of a trainer in ``step``."""
-        before = len(self.steps)
-        self.steps.append(step)
-        if before == self.limit:
-            return GiveUp(reason=f"it was started again {self.limit} times, the limit of respawn")
-        if self.steps.count(step) == _SAME_STEP:
-            return GiveUp(
-                reason=f"{_SAME_STEP} trainers died at step {step}, which is a bug of the program "
-                "or a broken device"
-            )
-        return StartAgain(after_s=min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**before))
+    ``deaths``: the step of each on this slot, the newest last; ``limit``: of the starts.
+    """
+    before, step = len(deaths) - 1, deaths[-1]
+    if before == limit:
+        return f"it was started again {limit} times, the limit of respawn"
+    if deaths.count(step) == _SAME_STEP:
+        same = f"{_SAME_STEP} trainers died at step {step}"
+        return f"{same}, which is a bug of the program or a broken device"
+    return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0**before)

@@ -210,4 +210,4 @@ class ScriptRecord:
         there = self._calls.catch_up(self._standing)
         if there is not None:
             self._stand(*there)
-        self._job.loop.lag(self.is_behind)
+        self._job.loop.is_lagging = self.is_behind

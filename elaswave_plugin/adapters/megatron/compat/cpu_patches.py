@@ -10,7 +10,6 @@ up CUDA kernels. On a machine with a GPU none of the records is applied.
 
 import contextlib
 import copy
-import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -21,6 +20,8 @@ import torch
 
 from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS, record
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
+from elaswave_plugin.around import around
+from elaswave_plugin.values.set_within import set_within
 
 _NO_OLD_GPU = 10
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like")
@@ -54,44 +55,32 @@ def _is_cuda(device: object) -> bool:
     )
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
+def _on_cpu(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = "cpu"
+    return factory(*args, **kwargs)
 
-    return make
+
+def _being(replacement: Any) -> Callable[[Any], Any]:
+    """A record's ``make`` for what follows from nothing that is there."""
+    return lambda original: replacement
 
 
 def _returning(value: Any) -> Callable[[Any], Any]:
     """A record's ``make`` for a function that ignores its arguments and returns ``value``."""
-    return lambda original: lambda *args, **kwargs: value
+    return _being(lambda *args, **kwargs: value)
 
 
-def _same_tensor(original: Any) -> Any:
-    return lambda self, *args, **kwargs: self
-
-
-def _cuda_type_name(original: Any) -> Any:
+def _cuda_type_name(
+    native: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Answer Megatron's comparisons of Tensor.type() with 'torch.cuda.FloatTensor'."""
-
-    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        asked_for_name = not args and not kwargs
-        if asked_for_name and "/megatron/core/" in sys._getframe(1).f_code.co_filename:
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    return tensor_type
-
-
-def _set_state(original: Any) -> Any:
-    return lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-
-
-def _get_state(original: Any) -> Any:
-    return lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    answer = native(tensor, *args, **kwargs)
+    asked_for_name = not args and not kwargs
+    # Behind the replacement that ``around`` has made.
+    if asked_for_name and "/megatron/core/" in sys._getframe(2).f_code.co_filename:
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
 
 
 def _quiet(original: Any) -> Any:
@@ -100,37 +89,28 @@ def _quiet(original: Any) -> Any:
     return SimpleNamespace(getLogger=lambda name: silent)
 
 
-def _get_default_state(original: Any) -> Any:
-    return lambda device="cuda": torch.get_rng_state()
-
-
-def _manual_seed(original: Any) -> Any:
-    return lambda seed: torch.default_generator.manual_seed(seed)
-
-
-def _torch_norm(original: Any) -> Any:
+def _torch_norm(
+    native: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Under sequence parallelism only the fused norms mark their parameters, whose gradients are
     then added over the TP group; torch's norm asserts instead."""
-
-    def make(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **kwargs)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return make
+    plain = copy.copy(config)
+    plain.sequence_parallel = False
+    norm = native(cls, plain, *args, **kwargs)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel
+    return norm
 
 
-def _gating_without_kernels(original: Any) -> Any:
-    def router_gating_linear(
-        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, router_dtype: Any
-    ) -> torch.Tensor:
-        wide = None if bias is None else bias.to(router_dtype)
-        return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), wide)
-
-    return router_gating_linear
+def _gating_without_kernels(
+    native: Callable[..., Any],
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    router_dtype: Any,
+) -> torch.Tensor:
+    wide = None if bias is None else bias.to(router_dtype)
+    return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), wide)
 
 
 def _not_compiled(original: Any) -> Any:
@@ -143,7 +123,7 @@ def _router_records() -> list[PatchRecord]:
     return [
         record(
             f"{router}:router_gating_linear",
-            _gating_without_kernels,
+            around(_gating_without_kernels),
             "without Transformer Engine it asks for a name that is not there",
             *("inp", "weight", "bias", "router_dtype"),
             gone=">=0.17",
@@ -157,20 +137,13 @@ def _router_records() -> list[PatchRecord]:
     ]
 
 
-def _with_a_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Start a script where one device is counted, and none is asserted."""
+def _with_a_device(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Start a script where one device is counted, and none is asserted.
 
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        why = "groups and generators are made only where a device is counted"
-        counted = PatchSet([record("torch.cuda:device_count", _returning(1), why)])
-        counted.apply()
-        try:
-            return original(*args, **{**kwargs, "allow_no_cuda": True})
-        finally:
-            counted.undo()
-
-    return initialize_megatron
+    Groups and generators are made only where a device is counted.
+    """
+    with set_within(torch.cuda, "device_count", lambda: 1):
+        return native(*args, **{**kwargs, "allow_no_cuda": True})
 
 
 def _script_records() -> list[PatchRecord]:
@@ -179,7 +152,7 @@ def _script_records() -> list[PatchRecord]:
     return [
         record(
             "megatron.training.training:initialize_megatron",
-            _with_a_device,
+            around(_with_a_device),
             "it asserts CUDA, and makes groups and generators only where it counts a device",
             *("extra_args_provider", "args_defaults", "ignore_unknown_args", "allow_no_cuda"),
             *("skip_mpu_initialization", "get_embedding_ranks", "get_position_embedding_ranks"),
@@ -216,21 +189,32 @@ def cpu_patches(*, scripts: bool = False) -> PatchSet:
     literal = "things are moved to the GPU literally"
     tracker = "the RNG tracker keeps states of the CUDA generator"
     random = "megatron.core.tensor_parallel.random"
+
+    def state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def itself(one: Any, *args: Any, **kwargs: Any) -> Any:
+        return one
+
     records = [
         record("torch.cuda:current_device", _returning(torch.device("cpu")), device),
         record("torch.cuda:current_stream", _returning(_CpuStream()), streams),
         record("torch.cuda:stream", _returning(contextlib.nullcontext()), streams),
-        record("torch.cuda:Stream", lambda original: _CpuStream, streams),
+        record("torch.cuda:Stream", _being(_CpuStream), streams),
         record("torch.cuda:synchronize", _returning(None), "no device to wait for"),
         record("torch.cuda:empty_cache", _returning(None), "no device to act on"),
         record("torch.cuda:set_device", _returning(None), "no device to choose"),
-        record("torch.cuda:manual_seed", _manual_seed, tracker, "seed"),
-        record("torch.cuda:get_rng_state", _get_default_state, tracker, "device"),
-        record("torch:Tensor.cuda", _same_tensor, literal),
-        record("torch.nn:Module.cuda", _same_tensor, literal),
-        record("torch:Tensor.type", _cuda_type_name, "dtypes are compared with CUDA type names"),
+        record(
+            "torch.cuda:manual_seed", _being(torch.default_generator.manual_seed), tracker, "seed"
+        ),
+        record("torch.cuda:get_rng_state", _being(state), tracker, "device"),
+        record("torch:Tensor.cuda", _being(itself), literal),
+        record("torch.nn:Module.cuda", _being(itself), literal),
+        record(
+            "torch:Tensor.type", around(_cuda_type_name), "dtypes are compared with CUDA type names"
+        ),
         *(
-            record(f"torch:{name}", _on_cpu, 'device="cuda" is written literally')
+            record(f"torch:{name}", around(_on_cpu), 'device="cuda" is written literally')
             for name in _FACTORIES
         ),
         record(
@@ -240,18 +224,18 @@ def cpu_patches(*, scripts: bool = False) -> PatchSet:
         ),
         record(
             f"{random}:_set_cuda_rng_state",
-            _set_state,
+            _being(lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)),
             tracker,
             "new_state",
             "device",
             "graph_safe",
         ),
         record(
-            f"{random}:_get_cuda_rng_state", _get_state, tracker, "device", "clone", "graph_safe"
+            f"{random}:_get_cuda_rng_state", _being(state), tracker, "device", "clone", "graph_safe"
         ),
         record(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            _torch_norm,
+            around(_torch_norm),
             "sequence parallelism needs the fused norms, which need a GPU",
         ),
         *_router_records(),

@@ -1,6 +1,7 @@
 """The patch records of an elastic Megatron-Core job, on any device."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,36 +12,35 @@ from elaswave_plugin.adapters.megatron.compat.grad_norm import canonical_norm
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
+from elaswave_plugin.around import around
 
 
-def _only_our_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
-        # "gloo" asks for a CPU companion of the group; ours carries CPU tensors itself.
-        return original(*args, backend=None if backend == "gloo" else backend, **kwargs)
-
-    return create_group
-
-
-def _canonical_norm(original: Callable[..., float]) -> Callable[..., float]:
-    def get_grad_norm_fp32(
-        grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None
-    ) -> float:
-        if float(norm_type) != 2.0:
-            return original(grads_for_norm, norm_type, grad_stats_parallel_group)
-        if isinstance(grads_for_norm, torch.Tensor):
-            grads_for_norm = [grads_for_norm]
-        return canonical_norm(grads_for_norm, grad_stats_parallel_group)
-
-    return get_grad_norm_fp32
+def _only_our_groups(
+    native: Callable[..., Any], *args: Any, backend: Any = None, **kwargs: Any
+) -> Any:
+    # "gloo" asks for a CPU companion of the group; ours carries CPU tensors itself.
+    return native(*args, backend=None if backend == "gloo" else backend, **kwargs)
 
 
-def _keeping_step(original: Callable[..., None]) -> Callable[..., None]:
-    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        original(self, model_param, _with_step(state, tensors))
+def _canonical_norm(
+    native: Callable[..., float],
+    grads_for_norm: Any,
+    norm_type: float = 2,
+    grad_stats_parallel_group: Any = None,
+) -> float:
+    if float(norm_type) != 2.0:
+        return native(grads_for_norm, norm_type, grad_stats_parallel_group)
+    if isinstance(grads_for_norm, torch.Tensor):
+        grads_for_norm = [grads_for_norm]
+    return canonical_norm(grads_for_norm, grad_stats_parallel_group)
 
-    return set_main_param_and_optimizer_states
+
+def _keeping_step(
+    native: Callable[..., None], optimizer: Any, model_param: Any, tensors: Any
+) -> None:
+    group, order = optimizer.model_param_group_index_map[model_param]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+    native(optimizer, model_param, _with_step(state, tensors))
 
 
 def _with_step(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def elastic_patches(*, exact: bool, saves: WholeSaves | None = None) -> PatchSet
 def _group_record() -> PatchRecord:
     return record(
         "megatron.core.parallel_state:create_group",
-        _only_our_groups,
+        around(_only_our_groups),
         "its gloo groups cannot lose a member; ours are edited in place",
         *("ranks", "timeout", "backend", "pg_options", "use_local_synchronization", "group_desc"),
         hook=Hook(
             "megatron.core.parallel_state:new_group_hook",
-            lambda create_group: _only_our_groups(torch.distributed.new_group),
+            lambda create_group: partial(_only_our_groups, torch.distributed.new_group),
         ),
     )
 
@@ -77,7 +77,7 @@ def _checkpoint_records() -> list[PatchRecord]:
         *own_ranges.records(),
         record(
             f"{module}:DistributedOptimizer._set_main_param_and_optimizer_states",
-            _keeping_step,
+            around(_keeping_step),
             "a checkpoint that can be cut again has no step count beside the tensors, and for "
             "torch's Adam it is looked up there",
             *("self", "model_param", "tensors"),
@@ -102,7 +102,7 @@ def _norm_record() -> PatchRecord:
     return record(
         # As bound in optimizer.py, which is where the optimizers look it up.
         "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-        _canonical_norm,
+        around(_canonical_norm),
         "a sum of norms of shard pieces depends on the cut, an integer sum does not",
         *("grads_for_norm", "norm_type", "grad_stats_parallel_group"),
         hook=Hook("megatron.core.optimizer.clip_grads:l2_norm_hook", lambda norm: canonical_norm),

@@ -8,8 +8,9 @@ A piece that is no whole micro-batch has streams of draws for each micro-batch o
 ``cut_dropout.py`` draws from these.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,38 +116,35 @@ def install_keyed_draws(model: torch.nn.Module, seed: int, *, number: int = 0) -
     """
     for module in model.modules():
         if isinstance(module, TransformerLayer | LanguageModelEmbedding):
-            module.register_forward_pre_hook(_reseed(seed, number))
+            module.register_forward_pre_hook(partial(_reseed, seed, number))
 
 
-def _reseed(seed: int, number: int) -> Callable[[torch.nn.Module, Any], None]:
-    def hook(module: torch.nn.Module, inputs: Any) -> None:
-        tracker = megatron_random.get_cuda_rng_tracker()
-        if not module.training or _KEY not in tracker.states_:
-            return
-        step, rows, is_cut = _keyed(tracker.states_)
-        # Read at each call: a layer that moves keeps its module and changes its number.
-        layer = getattr(module, "layer_number", _EMBEDDING_LAYER) + (number << 32)
-        tp = parallel_state.get_tensor_model_parallel_rank()
-        shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
+def _reseed(seed: int, number: int, module: torch.nn.Module, inputs: Any) -> None:
+    tracker = megatron_random.get_cuda_rng_tracker()
+    if not module.training or _KEY not in tracker.states_:
+        return
+    step, rows, is_cut = _keyed(tracker.states_)
+    # Read at each call: a layer that moves keeps its module and changes its number.
+    layer = getattr(module, "layer_number", _EMBEDDING_LAYER) + (number << 32)
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
 
-        def key(microbatch: int, stream: int) -> int:
-            of_tp = tp if stream == _MODEL_PARALLEL else shared_tp
-            return draw_key(seed, step, microbatch, layer, stream, of_tp)
+    def key(microbatch: int, stream: int) -> int:
+        of_tp = tp if stream == _MODEL_PARALLEL else shared_tp
+        return draw_key(seed, step, microbatch, layer, stream, of_tp)
 
-        first = rows[0].microbatch
-        torch.cuda.manual_seed(key(first, _REPLICATED))
-        name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
-        tracker.states_[name] = _kept(key(first, _MODEL_PARALLEL))
-        if is_cut:
-            tracker.states_[_STREAMS] = _Streams(
-                tracker._current_state_name,
-                {
-                    stream: {k: _state_of(key(k, stream)) for k, _, _ in rows}
-                    for stream in (_REPLICATED, _MODEL_PARALLEL)
-                },
-            )
-
-    return hook
+    first = rows[0].microbatch
+    torch.cuda.manual_seed(key(first, _REPLICATED))
+    name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+    tracker.states_[name] = _kept(key(first, _MODEL_PARALLEL))
+    if is_cut:
+        tracker.states_[_STREAMS] = _Streams(
+            tracker._current_state_name,
+            {
+                stream: {k: _state_of(key(k, stream)) for k, _, _ in rows}
+                for stream in (_REPLICATED, _MODEL_PARALLEL)
+            },
+        )
 
 
 class _Streams(NamedTuple):

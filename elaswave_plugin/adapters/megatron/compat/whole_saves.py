@@ -18,7 +18,6 @@ What outlives an attempt at a save in ``megatron.core.dist_checkpointing``, and 
 
 import queue
 from collections.abc import Callable, MutableMapping
-from functools import wraps
 from inspect import signature, unwrap
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.patching import Hook, PatchRecord
+from elaswave_plugin.around import around
 from elaswave_plugin.checkpoints.torch_dist import flaw_of
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.drafts import Drafts
+from elaswave_plugin.values.set_within import set_within
 
 
 class WholeSaves:
@@ -50,73 +51,52 @@ class WholeSaves:
         # The folders of the checkpoints that the script has loaded.
         self.loaded: list[str] = []
 
-    def save(self, native: Callable[..., None]) -> Callable[..., None]:
+    def save(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Write beside the place, and give the name when it is whole.
 
         Raises ConfigurationError for an asynchronous save and for storage that is no file system,
         OSError for what cannot be written.
         """
-
-        @wraps(native)
-        def save(*args: Any, **kwargs: Any) -> None:
-            if self.drafts is None:
-                return native(*args, **kwargs)
-            call = signature(native).bind(*args, **kwargs)
-            place = str(call.arguments["checkpoint_dir"])
-            if call.arguments.get("async_sharded_save"):
-                raise ConfigurationError(
-                    "dist_checkpointing.save was called with async_sharded_save, and nothing waits "
-                    "for such a save, so that a loss would tear it; leave async_sharded_save out"
-                )
-            if "://" in place:
-                raise ConfigurationError(
-                    f"a checkpoint was to be saved to {place!r}, wanted a folder of a file system: "
-                    "it gets its name when it is whole, by renaming its folder"
-                )
-
-            def write(draft: Path) -> None:
-                call.arguments["checkpoint_dir"] = str(draft)
-                self._inside = True
-                try:
-                    native(*call.args, **call.kwargs)
-                finally:
-                    self._inside = False
-
-            pointer = None if self._tracker is None else Path(place).with_name(self._tracker)
-            drafts, state = self.drafts, call.arguments["sharded_state_dict"]
-            self.between_steps(
-                lambda: drafts.write(Path(place), write, flaw_of, pointer=pointer), state
+        if self.drafts is None:
+            native(*args, **kwargs)
+            return
+        call = signature(native).bind(*args, **kwargs)
+        place = str(call.arguments["checkpoint_dir"])
+        if call.arguments.get("async_sharded_save"):
+            raise ConfigurationError(
+                "dist_checkpointing.save was called with async_sharded_save, and nothing waits "
+                "for such a save, so that a loss would tear it; leave async_sharded_save out"
             )
-            return None
-
-        return save
-
-    def _alone(self, **given: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A worker that comes later calls it with these arguments, since it meets nobody there."""
-
-        def made(native: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(native)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                bound = signature(native).bind(*args, **kwargs)
-                if self.comes_later():
-                    bound.arguments.update(given)
-                return native(*bound.args, **bound.kwargs)
-
-            return call
-
-        return made
-
-    def _load(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        alone = self._alone(validate_access_integrity=False)(native)
-
-        @wraps(native)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            self.loaded.append(
-                str(signature(native).bind(*args, **kwargs).arguments["checkpoint_dir"])
+        if "://" in place:
+            raise ConfigurationError(
+                f"a checkpoint was to be saved to {place!r}, wanted a folder of a file system: "
+                "it gets its name when it is whole, by renaming its folder"
             )
-            return alone(*args, **kwargs)
 
-        return load
+        def write(draft: Path) -> None:
+            call.arguments["checkpoint_dir"] = str(draft)
+            with set_within(self, "_inside", True):
+                native(*call.args, **call.kwargs)
+
+        pointer = None if self._tracker is None else Path(place).with_name(self._tracker)
+        drafts, state = self.drafts, call.arguments["sharded_state_dict"]
+        self.between_steps(
+            lambda: drafts.write(Path(place), write, flaw_of, pointer=pointer), state
+        )
+
+    def _load(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A worker that comes later meets nobody there."""
+        call = signature(native).bind(*args, **kwargs)
+        self.loaded.append(str(call.arguments["checkpoint_dir"]))
+        if self.comes_later():
+            call.arguments["validate_access_integrity"] = False
+        return native(*call.args, **call.kwargs)
+
+    def _read(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = signature(native).bind(*args, **kwargs)
+        if self.comes_later():
+            call.arguments["no_dist"] = True
+        return native(*call.args, **call.kwargs)
 
     def _begin(self) -> None:
         """A strategy of the torch_dist format begins to save."""
@@ -129,13 +109,9 @@ class WholeSaves:
             )
         forget_results()
 
-    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def async_save(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            return original(*args, **kwargs)
-
-        return async_save
+    def _beginning(self, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        return native(*args, **kwargs)
 
     def records(self) -> list[PatchRecord]:
         """The patch records of any job."""
@@ -144,24 +120,24 @@ class WholeSaves:
         return [
             record(
                 f"{package}:save",
-                self.save,
+                around(self.save),
                 "a checkpoint gets its name when everyone has written and it was checked",
-                hook=Hook(f"{package}:save_hook", lambda save: self.save(unwrap(save))),
+                hook=Hook(f"{package}:save_hook", lambda save: around(self.save)(unwrap(save))),
             ),
             record(
                 f"{strategies}:TorchDistSaveShardedStrategy.async_save",
-                self._beginning,
+                around(self._beginning),
                 "what an interrupted save had written is no result of the next one",
                 hook=Hook(f"{strategies}:begin_save_hook", lambda method: self._begin),
             ),
             record(
                 f"{package}:load",
-                self._load,
+                around(self._load),
                 "a worker that comes back finds a checkpoint, and nobody to load it with",
             ),
             record(
                 "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
-                self._alone(no_dist=True),
+                around(self._read),
                 "a worker that comes back has nobody to plan its reads with",
                 *("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist"),
                 "planner",

@@ -10,6 +10,8 @@ from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
+from elaswave_plugin.around import around
+
 _NO_RANK = -1
 # What makes the shards of the optimizer's state, in each of the formats.
 _PARAM_STATE = "sharded_param_state_"
@@ -33,42 +35,35 @@ def answer_for(config: ModelParallelConfig, *, placed: bool) -> None:
 
 def save_no_shards(part: Any, *, while_unplaced: Callable[[], bool]) -> None:
     """A model or optimizer: shards keep their place in what it gives to a checkpoint, unsaved."""
-    native = part.sharded_state_dict
 
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = native(*args, **kwargs)
         return dict_list_map_inplace(_unsaved, state) if while_unplaced() else state
 
-    part.sharded_state_dict = sharded_state_dict
+    part.sharded_state_dict = around(sharded_state_dict)(part.sharded_state_dict)
 
 
 def load_no_weights(model: Any, *, while_unplaced: Callable[[], bool]) -> None:
     """A model: nothing of a checkpoint is its own, so that nothing of it is missing either."""
-    native = model.load_state_dict
 
-    def load_state_dict(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(native: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
         if while_unplaced():
             return native({}, strict=False)
         return native(state, *args, **kwargs)
 
-    model.load_state_dict = load_state_dict
+    model.load_state_dict = around(load_state_dict)(model.load_state_dict)
 
 
 def make_no_shards(distributed_optimizer: Any, *, while_unplaced: Callable[[], bool]) -> None:
     """It looks its parameters up in the model's shards, and finds none there."""
+
+    def sharded_param_state(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return {"none": _nothing()} if while_unplaced() else native(*args, **kwargs)
+
     for name in dir(distributed_optimizer):
         if name.startswith(_PARAM_STATE):
             native = getattr(distributed_optimizer, name)
-            setattr(distributed_optimizer, name, _unless_unplaced(native, while_unplaced))
-
-
-def _unless_unplaced(
-    native: Callable[..., Any], while_unplaced: Callable[[], bool]
-) -> Callable[..., Any]:
-    def sharded_param_state(*args: Any, **kwargs: Any) -> Any:
-        return {"none": _nothing()} if while_unplaced() else native(*args, **kwargs)
-
-    return sharded_param_state
+            setattr(distributed_optimizer, name, around(sharded_param_state)(native))
 
 
 def _unsaved(leaf: Any) -> Any:

@@ -39,24 +39,20 @@ class ModelBuffers(Part):
     ) -> None:
         """``refused``: why what passes change is not carried here; None where it is."""
         self._chunks = chunks
-        self._exact = exact and refused is None
+        self.by_replica = exact and refused is None
+        """True if each replica has values of its own, as in exact mode."""
         self._refused = refused
         self._changes = Changing(why_not=self._why_not)
         # Values by replica, and the replica whose values the modules have; exact mode.
         self._replicas: dict[int, Values] = {}
         self._present: int | None = None
         self._at_launch: Values = {}
-        self._recomputed = RecomputedBuffers(_with_buffers(chunks) if self._exact else ())
+        self._recomputed = RecomputedBuffers(_with_buffers(chunks) if self.by_replica else ())
 
     @property
     def is_carried(self) -> bool:
         """True if passes may change any."""
         return self._refused is None
-
-    @property
-    def by_replica(self) -> bool:
-        """True if each replica has values of its own."""
-        return self._exact
 
     @property
     def changing(self) -> bool:
@@ -109,7 +105,7 @@ class ModelBuffers(Part):
         """Digest what is alike on all: the unchanging values, and those of every replica."""
         digest = xxhash.xxh3_64()
         for name, tensor in self._present_values():
-            if not self._exact or name not in self._changing:
+            if not self.by_replica or name not in self._changing:
                 digest.update(f"{name} {digest_of(tensor)}".encode())
         for number, values in sorted(self._replicas.items()):
             for name, tensor in sorted(values.items()):
@@ -117,7 +113,7 @@ class ModelBuffers(Part):
         return digest.intdigest() >> 1
 
     def _why_not(self, name: str) -> str | None:
-        return self._refused or (None if self._exact else why_no_average(name))
+        return self._refused or (None if self.by_replica else why_no_average(name))
 
     @property
     def _changing(self) -> tuple[str, ...]:
@@ -128,7 +124,7 @@ class ModelBuffers(Part):
     @torch.no_grad()
     def enter(self, replica: int) -> None:
         """The passes that come are of a micro-batch of this replica."""
-        if not self._exact or not self.changing:
+        if not self.by_replica or not self.changing:
             return
         self._recomputed.begin()
         if self._present is None:
@@ -145,7 +141,7 @@ class ModelBuffers(Part):
         self._check_untouched()
         before = self._digests() if forward_only else {}
         yield
-        if self._exact and self._changing:
+        if self.by_replica and self._changing:
             self._put_away()
             self._show()
         for name, digest in (self._digests() if forward_only else {}).items():
@@ -163,7 +159,7 @@ class ModelBuffers(Part):
 
     def _check_untouched(self) -> None:
         """Raise ConfigurationError where the script has changed by itself what passes change."""
-        if not self._exact or not self._changing or self._present is None:
+        if not self.by_replica or not self._changing or self._present is None:
             return
         wanted = self._replicas[self._present]
         for name, tensor in self._named(self._changing):
@@ -184,7 +180,7 @@ class ModelBuffers(Part):
         self._know(self._changes.settle())
         if not self._changing:
             self._replicas, self._present, self._at_launch = {}, None, {}
-        elif self._exact:
+        elif self.by_replica:
             self._tell(hosted, replicas)
         else:
             average(dict(self._present_values()), self._changing)
@@ -219,7 +215,7 @@ class ModelBuffers(Part):
 
     def _show(self) -> None:
         """Have the modules hold the values of the replica that this rank stands for."""
-        if not self._exact or not self._changing or not self._replicas:
+        if not self.by_replica or not self._changing or not self._replicas:
             return
         rank = dist.get_rank()
         if self._present != rank:

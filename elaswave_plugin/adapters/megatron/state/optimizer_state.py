@@ -39,8 +39,9 @@ class FlatShard:
             config_overrides = get_standard_config_overrides(optimizer.config)
         groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
         dense = [group for group in groups if not group["is_expert_parallel"]]
-        self._group_params = [list(group["params"]) for group in dense]
-        index_of = {p: index for index, params in enumerate(self._group_params) for p in params}
+        self.groups = [list(group["params"]) for group in dense]
+        """Those that are trained, by the group of the optimizer that has them."""
+        index_of = {p: index for index, params in enumerate(self.groups) for p in params}
         kinds = {(kind, index_of[param]) for kind, param in _kinds(optimizer.model_chunks)}
         self.group_of = dict(kinds)
         # By kind of parameter, also of other stages where the job tells. Layers that differ in
@@ -57,9 +58,9 @@ class FlatShard:
 
     def regroup(self) -> None:
         """Layers have come or gone: new parameters are in the groups of those they are like."""
-        self._group_params = [[] for _ in self._group_params]
+        self.groups = [[] for _ in self.groups]
         for kind, param in _kinds(self._optimizer.model_chunks):
-            self._group_params[self.group_of[kind]].append(param)
+            self.groups[self.group_of[kind]].append(param)
 
     def recut(self, in_place: Mapping[int, int] | None = None) -> None:
         """Cut the state again by the groups' present size; values are undefined until written.
@@ -75,7 +76,7 @@ class FlatShard:
         self._release()
         # Names the shards of a checkpoint: the place among those that share no state.
         outer.data_parallel_group_idx = parallel_state.get_model_parallel_group().rank()
-        for group, params in zip(inner.param_groups, self._group_params, strict=True):
+        for group, params in zip(inner.param_groups, self.groups, strict=True):
             group["params"] = params
         dtypes = [(buffer.param_dtype, buffer.grad_dtype) for buffer in outer.buffers]
         outer.per_bucket_numel = [
@@ -182,7 +183,7 @@ class FlatShard:
     @property
     def params(self) -> list[torch.nn.Parameter]:
         """All that are trained, in an order that workers of a stage share."""
-        return [param for params in self._group_params for param in params]
+        return [param for params in self.groups for param in params]
 
     @property
     def masters_apart(self) -> list[torch.Tensor]:
@@ -205,15 +206,6 @@ class FlatShard:
             bucket.param_data[rank * size : (rank + 1) * size]
             for bucket, size in zip(buckets, sizes, strict=True)
         )
-
-    @property
-    def groups(self) -> list[list[torch.nn.Parameter]]:
-        """Those that are trained, by the group of the optimizer that has them."""
-        return self._group_params
-
-    def pieces_of(self, param: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """The own pieces of its master and of both moments, flat and without a copy."""
-        return (self.main_of(param).detach().view(-1), *self._views[param].values())
 
     def owns(self, param: torch.nn.Parameter) -> bool:
         """Return whether this worker updates a piece of ``param``."""

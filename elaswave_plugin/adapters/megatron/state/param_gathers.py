@@ -13,10 +13,8 @@ Work = Callable[[], object]
 class Calls(Protocol):
     """The calls of a script's loop."""
 
-    @property
-    def is_inside(self) -> bool:
-        """True while a call is being made, which is made again as a whole."""
-        ...
+    is_inside: bool
+    """True while a call is being made, which is made again as a whole."""
 
 
 def guard_gathers(

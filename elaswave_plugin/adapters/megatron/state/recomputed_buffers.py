@@ -5,7 +5,8 @@ running means would count a micro-batch twice. Recomputation runs inside of the 
 (torch.utils.checkpoint, megatron/core/tensor_parallel/random.py, ``CheckpointFunction``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ class RecomputedBuffers:
         self._stashed: dict[str, list[Buffers]] = {}
         self._only: frozenset[str] | None = None
         for name, module in modules:
-            module.register_forward_pre_hook(self._before(name))
-            module.register_forward_hook(self._after(name))
+            module.register_forward_pre_hook(partial(self._before, name))
+            module.register_forward_hook(partial(self._after, name))
 
     def watch_only(self, names: Iterable[str]) -> None:
         """Passes change buffers of these modules, and of no others."""
@@ -37,25 +38,19 @@ class RecomputedBuffers:
     def _is_watched(self, name: str, module: torch.nn.Module) -> bool:
         return module.training and (self._only is None or name in self._only)
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, inputs: Any) -> None:
-            if not self._is_watched(name, module):
-                return
-            if _recomputes():
-                # Other tensors, as the backward pass goes on to use those that it finds here.
-                self._stashed.setdefault(name, []).append(dict(module._buffers))
-                module._buffers.update(_copies(self._first(name)))
-            else:
-                self._seen.setdefault(name, []).append(_copies(module._buffers))
+    def _before(self, name: str, module: torch.nn.Module, inputs: Any) -> None:
+        if not self._is_watched(name, module):
+            return
+        if _recomputes():
+            # Other tensors, as the backward pass goes on to use those that it finds here.
+            self._stashed.setdefault(name, []).append(dict(module._buffers))
+            module._buffers.update(_copies(self._first(name)))
+        else:
+            self._seen.setdefault(name, []).append(_copies(module._buffers))
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if self._is_watched(name, module) and _recomputes():
-                module._buffers.update(self._stashed[name].pop())
-
-        return hook
+    def _after(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if self._is_watched(name, module) and _recomputes():
+            module._buffers.update(self._stashed[name].pop())
 
     def _first(self, name: str) -> Buffers:
         """The buffers before the pass; raises ConfigurationError where there were several."""

@@ -1,50 +1,48 @@
-"""The optimizer's state of whole parameters, put together from the shards of a stage."""
+"""The optimizer's state of whole parameters, put together from the pieces of a stage's workers."""
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.core.layout.shards import MOMENTS
 
 MASTER = "param"
 PARTS = (MASTER, *MOMENTS)
 
+Parameter = torch.nn.Parameter
+# Flat, by part.
 Whole = dict[str, torch.Tensor]
+# Where a worker's piece of a parameter starts, and its parts.
+Piece = tuple[int, Whole]
 
 
-def gather(
-    optimizer: DistributedOptimizer, shard: FlatShard
-) -> dict[torch.nn.Parameter, Whole] | None:
-    """Return master and moments of each trained parameter, flat and on the host.
+def own_piece(optimizer: DistributedOptimizer, param: Parameter) -> Piece:
+    """Return what this worker has of a parameter, without a copy; nothing, where it has none."""
+    if param not in optimizer.model_param_group_index_map:
+        return 0, {}
+    group, order = optimizer.model_param_group_index_map[param]
+    main = optimizer.optimizer.param_groups[group]["params"][order]
+    state = optimizer.optimizer.state[main]
+    parts = {name: state[name].view(-1) for name in MOMENTS if name in state}
+    start: int = optimizer._get_model_param_range_map(param)["param"].start
+    return start, {MASTER: main.detach().view(-1), **parts}
 
-    Collective over the replicas of a stage; None on all of them but the first.
-    """
-    group = optimizer.data_parallel_group
-    found: dict[torch.nn.Parameter, Whole] = {}
-    for param in shard.params:
-        whole = torch.zeros(len(PARTS), param.numel(), device=param.device)
-        if shard.owns(param):
-            start = optimizer._get_model_param_range_map(param)["param"].start
-            for row, piece in zip(whole, shard.pieces_of(param), strict=True):
-                row[start : start + piece.numel()] = piece
-        # Each number has one contributor, so that the sum only adds zeros to it.
-        dist.all_reduce(whole, group=group)
-        if group.rank() == 0:
-            found[param] = dict(zip(PARTS, whole.cpu(), strict=True))
-    return found if group.rank() == 0 else None
+
+def whole_of(optimizer: DistributedOptimizer, param: Parameter, piece: Piece) -> Whole:
+    """Return master and moments of a parameter; collective over the replicas of a stage."""
+    start, parts = piece
+    found = torch.zeros(len(PARTS), param.numel(), device=param.device)
+    for name, part in parts.items():
+        found[PARTS.index(name)][start : start + part.numel()] = part
+    # Each number has one contributor, so that the sum only adds zeros to it.
+    dist.all_reduce(found, group=optimizer.data_parallel_group)
+    return dict(zip(PARTS, found, strict=True))
 
 
 @torch.no_grad()
-def scatter(
-    optimizer: DistributedOptimizer,
-    shard: FlatShard,
-    state: dict[torch.nn.Parameter, Whole],
-) -> None:
-    """Install the own pieces of whole parameters; parts that are not there stay as they are."""
-    for param, whole in state.items():
-        if shard.owns(param):
-            start = optimizer._get_model_param_range_map(param)["param"].start
-            for name, piece in zip(PARTS, shard.pieces_of(param), strict=True):
-                if name in whole:
-                    piece.copy_(whole[name].view(-1)[start : start + piece.numel()])
+def install(optimizer: DistributedOptimizer, param: Parameter, whole: Whole) -> None:
+    """Install the own piece of a parameter; parts that are not there stay as they are."""
+    start, parts = own_piece(optimizer, param)
+    for name, part in parts.items():
+        if name in whole:
+            part.copy_(whole[name].view(-1)[start : start + part.numel()])

@@ -34,11 +34,9 @@ class Run(Protocol):
     @property
     def replica(self) -> int:
         """The replica that it reads for."""
-        ...
 
     def batches(self, source: int, sampler: Any) -> Iterator[Any]:
         """Pass over a loader once, in the order of ``sampler``."""
-        ...
 
 
 def is_common(value: Any) -> bool:

@@ -18,7 +18,7 @@ def in_order(
     forward_step_func: Callable[..., Any],
     pieces: Sequence[Samples],
     begin: Callable[["KeyedBatches", Any, Samples], None],
-    end: Callable[[], None],
+    end: Callable[[], None] = lambda: None,
 ) -> Callable[..., Any]:
     """The forward step whose i-th call for a model chunk runs the i-th of ``pieces``.
 

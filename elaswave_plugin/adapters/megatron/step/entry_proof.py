@@ -30,7 +30,7 @@ def compare_losses(
 ) -> None:
     """Compare the first losses of those that have just come; collective over WORLD where any has.
 
-    ``told``: digests of what this worker's passes reported, noted by ``telling``;
+    ``told``: digests of what this worker's passes reported, noted by ``tell_losses``;
     ``again(micro-batches)`` runs these forward and returns theirs.
     Where they differ, raises ConfigurationError on a worker that has come, which leaves with it,
     and EpochChanged on the others. Not where the job's first step has shown that bits differ.
@@ -56,24 +56,22 @@ def compare_losses(
             _send_away(worker, check)
 
 
-def telling(forward_step: Callable[..., Any], told: list[int]) -> Callable[..., Any]:
-    """Return a forward step whose loss function appends the digest of what it reports to ``told``.
+def tell_losses(
+    told: list[int], forward_step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Call a forward step, whose loss function appends the digest of what it reports to ``told``.
 
     At once: Megatron-Core then divides the loss in place by the number of micro-batches of the
     call, and in NVIDIA's own loop what is reported is that tensor.
     """
+    output, loss_function = forward_step(*args, **kwargs)
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        output, loss_function = forward_step(*args, **kwargs)
+    def told_loss(*values: Any, **named: Any) -> Any:
+        outputs = loss_function(*values, **named)
+        told.append(digest_of_reports([outputs[-1]]))
+        return outputs
 
-        def told_loss(*values: Any, **named: Any) -> Any:
-            outputs = loss_function(*values, **named)
-            told.append(digest_of_reports([outputs[-1]]))
-            return outputs
-
-        return output, told_loss
-
-    return step
+    return output, told_loss
 
 
 def _send_away(worker: Worker, check: EntryCheck) -> None:

@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
-from elaswave_plugin.adapters.megatron.step.accumulators import GradAccumulators
-from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import Contribution

@@ -72,24 +72,20 @@ class LateSums:
         """The passes of a micro-batch begin."""
         self._number = number
 
-    def leaving_out(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward step, whose loss function's sums come later."""
+    def leave_out(self, forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a forward step, whose loss function's sums come later."""
+        result = forward_step(*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
+            return result
+        output, loss = result
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = forward_step(*args, **kwargs)
-            if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
-                return result
-            output, loss = result
+        def called(*given: Any, **named: Any) -> Any:
+            self._made = []
+            with self._links.with_body(self):
+                outputs = loss(*given, **named)
+            return self._noted(outputs) if self._made else outputs
 
-            def called(*given: Any, **named: Any) -> Any:
-                self._made = []
-                with self._links.with_body(self):
-                    outputs = loss(*given, **named)
-                return self._noted(outputs) if self._made else outputs
-
-            return output, called
-
-        return step
+        return output, called
 
     def run(self, group: Any, call: str, args: Sequence[Any], start: Callable[..., Any]) -> Any:
         """Leave an all-reduce of the replicas for later; make any other call."""

@@ -15,39 +15,35 @@ from megatron.core import parallel_state
 
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.set_within import set_within
 
 _OF_FRAMEWORKS = ("torch", "megatron", "elaswave_plugin")
 
 
-def without_collectives(forward_step: Callable[..., Any], links: LinkTable) -> Callable[..., Any]:
-    """The script's forward step, in which no collective may meet another replica.
+def without_collectives(
+    links: LinkTable, forward_step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call the script's forward step, in which no collective may meet another replica.
 
     Nor may one in the loss function that it returns. Raises ConfigurationError with its place.
     """
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = _watched(links, forward_step, args, kwargs)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ConfigurationError(
-                f"forward_step returned a {type(result).__name__}, wanted (output, loss function): "
-                "write `return output, partial(loss_func, ...)` at its end"
-            )
-        output, loss_func = result
-        if not callable(loss_func):
-            return result
-        return output, lambda *given, **named: _watched(links, loss_func, given, named)
-
-    return checked
+    result = _watched(links, forward_step, args, kwargs)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigurationError(
+            f"forward_step returned a {type(result).__name__}, wanted (output, loss function): "
+            "write `return output, partial(loss_func, ...)` at its end"
+        )
+    output, loss_func = result
+    if not callable(loss_func):
+        return result
+    return output, lambda *given, **named: _watched(links, loss_func, given, named)
 
 
 def _watched(
     links: LinkTable, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    links.watch = partial(_refuse_between_replicas, links.slot)
-    try:
+    with set_within(links, "watch", partial(_refuse_between_replicas, links.slot)):
         return function(*args, **kwargs)
-    finally:
-        links.watch = None
 
 
 def _refuse_between_replicas(slot: int, call: str, members: Sequence[int]) -> None:

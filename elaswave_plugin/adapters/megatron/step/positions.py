@@ -1,13 +1,14 @@
 """The positions of a job's data iterators: each moves on with every call that reads it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from elaswave_plugin.adapters.megatron.step.data import KeyedBatches, served
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.step_state.step_state import Part
+from elaswave_plugin.values.set_within import set_within
 
 
 class HasPosition(Protocol):
@@ -78,14 +79,9 @@ class Positions(Part):
                 self._between[id(one)] = taken[id(one)] + 1
         return taken
 
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> AbstractContextManager[None]:
         """Inside, work between steps reads, from the first batch on."""
-        self._between = {}
-        try:
-            yield
-        finally:
-            self._between = None
+        return set_within(self, "_between", {})
 
     def keep(self) -> dict[int, int]:
         """Of each iterator, by its number in the order in which the script has made them."""

@@ -7,7 +7,7 @@ iterator is given an ``Unread`` in its place, unless it does something with its 
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from elaswave_plugin.adapters.megatron.step.made_again import Original
 from elaswave_plugin.adapters.read_ahead import Requested
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.values.set_within import set_within
 
 
 class ReplicaRun:
@@ -150,8 +151,7 @@ def _request_of(unread: Unread) -> Request:
     return request
 
 
-@contextmanager
-def _other_loaders_refused() -> Iterator[None]:
+def _other_loaders_refused() -> AbstractContextManager[None]:
     """Inside, raise ConfigurationError for a loader that is not the copy's."""
 
     def refuse(self: Any) -> Any:
@@ -164,8 +164,4 @@ def _other_loaders_refused() -> Iterator[None]:
         )
 
     native, thread = DataLoader.__iter__, threading.get_ident()
-    DataLoader.__iter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DataLoader.__iter__ = native  # type: ignore[method-assign]
+    return set_within(DataLoader, "__iter__", refuse)

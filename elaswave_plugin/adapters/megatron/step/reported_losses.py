@@ -68,24 +68,20 @@ class KeptReports:
         self._kept: list[Any] = []
         self._newest: list[Any] = []
 
-    def noted(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward step whose loss function's reports are kept."""
+    def note(self, forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a forward step, of whose loss function the reports are kept."""
+        self.take()
+        output, loss_function = forward_step(*args, **kwargs)
+        if loss_function is None:
+            return output, None
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self.take()
-            output, loss_function = forward_step(*args, **kwargs)
-            if loss_function is None:
-                return output, None
+        def noted_loss(*values: Any, **named: Any) -> Any:
+            outputs = loss_function(*values, **named)
+            # They share the storage, and so the division.
+            self._newest.append(_each_tensor(torch.Tensor.detach, outputs[-1]))
+            return outputs
 
-            def noted_loss(*values: Any, **named: Any) -> Any:
-                outputs = loss_function(*values, **named)
-                # They share the storage, and so the division.
-                self._newest.append(_each_tensor(torch.Tensor.detach, outputs[-1]))
-                return outputs
-
-            return output, noted_loss
-
-        return step
+        return output, noted_loss
 
     def take(self) -> list[Any]:
         """Keep the newest, whose loss is divided by now; returns all."""

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from megatron.core.utils import (
 
 from elaswave_plugin.adapters.megatron.compat.versions import VALID
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
+from elaswave_plugin.values.set_within import set_within
 
 # A model chunk and the first sample of what it runs.
 Piece = tuple[int, int]
@@ -54,14 +55,10 @@ class WeightGradients:
             self._weights.clear()
             self._put_off.clear()
 
-    @contextmanager
-    def put_off(self, piece: Piece) -> Iterator[None]:
+    def put_off(self, piece: Piece) -> AbstractContextManager[None]:
         """In the backward pass of a piece: keep the weight gradients for `compute`."""
-        self._open, self._put_off[piece] = piece, []
-        try:
-            yield
-        finally:
-            self._open = None
+        self._put_off[piece] = []
+        return set_within(self, "_open", piece)
 
     def compute(self, piece: Piece) -> None:
         """Add the weight gradients of a piece to ``main_grad``, in the order of its backward."""

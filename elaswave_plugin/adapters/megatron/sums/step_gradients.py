@@ -1,12 +1,13 @@
 """Gradients of one attempt at a step: zero when a call trains its model, and reduced once."""
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.around import around
 from elaswave_plugin.errors import ConfigurationError
 
 
@@ -30,8 +31,9 @@ class StepGradients:
         self._trained: set[int] = set()
         self._versions = self._present_versions()
         for number, chunk in enumerate(chunks):
-            chunk.zero_grad_buffer = self._zeroing(number, chunk.zero_grad_buffer)
-            chunk.finish_grad_sync = self._reducing(number, chunk.finish_grad_sync)
+            zero, reduce = partial(self._zero, number), partial(self._reduce, number)
+            chunk.zero_grad_buffer = around(zero)(chunk.zero_grad_buffer)
+            chunk.finish_grad_sync = around(reduce)(chunk.finish_grad_sync)
 
     def begin(self) -> None:
         """An attempt begins."""
@@ -92,26 +94,18 @@ class StepGradients:
         """Count how often the gradients of each chunk have been written."""
         return [sum(one.grad_data._version for one in chunk.buffers) for chunk in self._chunks]
 
-    def _zeroing(self, number: int, native: Callable[..., None]) -> Callable[..., None]:
-        @wraps(native)
-        def zero_grad_buffer(*args: Any, **kwargs: Any) -> None:
-            self._zeroed.add(number)
-            self._reduced.discard(number)
-            self._mixed.discard(number)
+    def _zero(self, number: int, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._zeroed.add(number)
+        self._reduced.discard(number)
+        self._mixed.discard(number)
+        native(*args, **kwargs)
+
+    def _reduce(self, number: int, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if number in self._reduced:
+            raise ConfigurationError(
+                "finalize_model_grads is called in train_step, and forward_backward has called"
+                " it already, which would add gradients up twice: delete that line"
+            )
+        self._reduced.add(number)
+        if self._has_place():
             native(*args, **kwargs)
-
-        return zero_grad_buffer
-
-    def _reducing(self, number: int, native: Callable[..., None]) -> Callable[..., None]:
-        @wraps(native)
-        def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
-            if number in self._reduced:
-                raise ConfigurationError(
-                    "finalize_model_grads is called in train_step, and forward_backward has called"
-                    " it already, which would add gradients up twice: delete that line"
-                )
-            self._reduced.add(number)
-            if self._has_place():
-                native(*args, **kwargs)
-
-        return finish_grad_sync

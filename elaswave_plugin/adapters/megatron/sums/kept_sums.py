@@ -1,9 +1,9 @@
 """The gradient sums of a struck step that a survivor has, from which its redo goes on.
 
-A loss takes what the lost worker had added up, and nothing of the others' sums. Whoever is
-interrupted completes the backward pass that it is in, and then runs only what is missing. What a
-reduction overwrites of a worker's own sums, its shard of each bucket, is copied before. Each worker
-decides by itself whether it goes on: the deal and the order of sums are the same either way.
+A loss takes what the lost worker had added up, and nothing of the others' sums. A survivor
+completes the backward pass that it is in, and then runs only what is missing. A reduction writes
+over its own shard of each bucket, which is copied before. Each worker decides by itself whether it
+goes on: the deal and the order of sums are the same either way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.autograd import Variable
 
+from elaswave_plugin.around import around
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution
 from elaswave_plugin.recovery.relief import words_of
@@ -29,7 +30,7 @@ class _Shard(NamedTuple):
 
 
 class KeptSums:
-    """What the gradient buffers of a model have added up in a step, micro-batch by micro-batch."""
+    """The sum in the gradient buffers of a model, by the micro-batches of a step."""
 
     def __init__(self, worker: Worker, chunks: Sequence[DistributedDataParallel]) -> None:
         self._worker = worker
@@ -37,6 +38,9 @@ class KeptSums:
         self.is_as_begun: Callable[[int], bool] | None = None
         """Whether passes of a step have changed nothing else that is carried; None: keep none."""
         self.forget()
+        for chunk in chunks:
+            chunk.zero_grad_buffer = around(self._zero)(chunk.zero_grad_buffer)
+            chunk.scale_gradients = around(self._scale)(chunk.scale_gradients)
 
     def forget(self) -> None:
         """Nothing of what the buffers hold is kept."""
@@ -48,6 +52,8 @@ class KeptSums:
         """Other gradient buffers, for what is added up beside what is kept."""
         self.goes_on = False
         """Whether the call that runs goes on from what is kept."""
+        # The micro-batches that it does not run again.
+        self._earlier: tuple[int, ...] = ()
         self._step = self._epoch = -1
         # Why nothing is kept, if so.
         self._why_not: str | None = None
@@ -145,10 +151,15 @@ class KeptSums:
         self._scaled.add(id(bucket))
         return is_due
 
-    def reduced(self) -> None:
-        """The call is over: what changes gradients from now on is the script's own."""
+    def reported(self, reports: list[Any], numbers: Sequence[int]) -> list[Any]:
+        """End a call; returns the reports of its micro-batches ``numbers``, with those kept.
+
+        What changes gradients from now on is the script's own.
+        """
         self._counts = self.goes_on = False
         self._versions = self._present_versions()
+        place = numbers.index(self._earlier[0]) if self._earlier else 0
+        return [*reports[:place], *self.reports[: len(self._earlier)], *reports[place:]]
 
     def before_update(self) -> None:
         """The optimizer begins its step."""
@@ -156,9 +167,14 @@ class KeptSums:
             self._why_not = "gradients are changed between forward_backward and the update"
         self._versions = None
 
-    def scaled(self) -> None:
-        """All gradients are multiplied, as by the number of tokens."""
+    def _scale(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """All gradients are multiplied."""
         self._why_not = "gradients were scaled by the number of tokens"
+        native(*args, **kwargs)
+
+    def check(self) -> None:
+        """Raise EpochChanged where a view is proposed that a pass was completed before."""
+        self._worker.member.check()
 
     def _present_versions(self) -> list[int]:
         return [buffer.grad_data._version for buffer in self._buffers]
@@ -178,6 +194,7 @@ class KeptSums:
         elif self._why_not is None and not self.is_as_begun(self._step):
             self._why_not = "passes have changed other state of the step"
         self._in_backward = self._counts = self.goes_on = False
+        self._earlier = ()
         for place, copy, factor in self._shards.values():
             place.copy_(copy)
             if factor != 1.0:
@@ -197,7 +214,7 @@ class KeptSums:
             and not flow.is_healthy
             and not worker.untried
             and self.contribution in flow.contributions(worker.slot)
-            # Whoever gets a contribution multiplies it.
+            # Those that a contribution is sent to multiply it.
             and (not self._scaled or self.contribution == flow.in_place(worker.slot))
         )
 
@@ -219,7 +236,8 @@ class KeptSums:
             return ()
         self._epoch, self._versions = worker.view.epoch, None
         self.goes_on = self._counts = True
-        return self.done
+        self._earlier = self.done
+        return self._earlier
 
     def _has_room(self) -> bool:
         """Take memory for other contributions, if there are any."""
@@ -236,28 +254,25 @@ class KeptSums:
                 buffer.grad_data.zero_()
         return self._why_not is None
 
-    @contextmanager
-    def sheltered(self) -> Iterator[None]:
-        """Inside, gradients are zeroed: what stands is not touched, and all else is forgotten.
+    def _zero(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Gradients are zeroed: what stands is not touched, and all else is forgotten.
 
         A call in which passes count zeroes what it has added up before them.
         """
         if not self.stands:
             if not self._counts:
                 self._let_go()
-            yield
+            native(*args, **kwargs)
             return
         whole = [buffer.grad_data for buffer in self._buffers]
         for buffer in self._buffers:
             buffer.grad_data = buffer.grad_data[:0]
-        try:
-            yield
-        finally:
-            for buffer, one in zip(self._buffers, whole, strict=True):
-                buffer.grad_data = one
+        native(*args, **kwargs)
+        for buffer, one in zip(self._buffers, whole, strict=True):
+            buffer.grad_data = one
 
     def _let_go(self) -> None:
-        """Forget all, but for the reason in a redo, which is still to be said."""
+        """Forget all except the reason in a redo, which is still to be said."""
         step, epoch, why_not = self._step, self._epoch, self._why_not
         self.forget()
         if why_not is not None:

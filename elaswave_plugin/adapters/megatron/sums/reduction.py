@@ -9,18 +9,21 @@ it, and they fold them all.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import AllToAllOptions, Work
 
-from elaswave_plugin.adapters.megatron.step.kept_sums import KeptSums
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
+from elaswave_plugin.around import around
 from elaswave_plugin.communicator.groups import term_sums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
 from elaswave_plugin.errors import ConfigurationError, EpochChanged
+from elaswave_plugin.values.set_within import set_within
 
 # Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
 SLICE_ELEMENTS = 1 << 20
@@ -68,7 +71,6 @@ class GradientReduction:
         exact: bool,
         kept: KeptSums,
         announce: Callable[[str], None],
-        check: Callable[[], None],
         summing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """``summing()``: a block in which the gradients of a step are summed as while healthy."""
@@ -78,7 +80,6 @@ class GradientReduction:
         self._exact = exact
         self._kept = kept
         self._announce = announce
-        self._check = check
         self._summing = summing
         self._group = chunks[0].intra_dp_cp_group
         self._native = True
@@ -106,9 +107,11 @@ class GradientReduction:
         for group in (group for chunk in chunks for group in chunk.bucket_groups):
             self._bucket_groups.append(group)
             if group not in known:
-                group.start_grad_sync = self._starting(group, group.start_grad_sync)
-                group.finish_grad_sync = self._finishing(group, group.finish_grad_sync)
-                group.register_grad_ready = self._readying(group, group.register_grad_ready)
+                start, finish = partial(self._start, group), partial(self._finish, group)
+                group.start_grad_sync = around(start)(group.start_grad_sync)
+                group.finish_grad_sync = around(finish)(group.finish_grad_sync)
+                ready = partial(self._ready, group)
+                group.register_grad_ready = around(ready)(group.register_grad_ready)
 
     def set_dataflow(
         self, dataflow: Dataflow | None, ranks: tuple[int, ...], *, native: bool
@@ -163,11 +166,9 @@ class GradientReduction:
         A bucket leaves as soon as the pass has completed it, where the script has reductions
         overlap the passes, else behind it. They leave from where they are: see `await_sent`.
         """
-        departure = self._departure = _Departure(contribution, self._usual)
-        try:
+        departure = _Departure(contribution, self._usual)
+        with set_within(self, "_departure", departure):
             yield
-        finally:
-            self._departure = None
         self._usual.update(departure.made)
         self._check_gradients()
         for bucket in self._buckets():
@@ -209,61 +210,55 @@ class GradientReduction:
         """A contribution's by its first micro-batch."""
         return bucket * self._num_microbatches + number
 
-    def _readying(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
-        def register_grad_ready(param: Any, *args: Any, **kwargs: Any) -> None:
-            native(param, *args, **kwargs)
-            departure = self._departure
-            if departure is not None:
-                bucket = group.param_to_bucket[param]
-                if departure.completes(param, bucket):
-                    self._send_off(bucket, departure)
+    def _ready(
+        self, group: Any, native: Callable[..., None], param: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        native(param, *args, **kwargs)
+        departure = self._departure
+        if departure is not None:
+            bucket = group.param_to_bucket[param]
+            if departure.completes(param, bucket):
+                self._send_off(bucket, departure)
 
-        return register_grad_ready
-
-    def _starting(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
-        def start(force_all_reduce: bool | None) -> None:
+    def _start(
+        self, group: Any, native: Callable[..., None], force_all_reduce: bool | None = False
+    ) -> None:
+        try:
             self._announce("reduce")
-            if self._exact and self._native:
-                for bucket in group.buckets:
-                    self._kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
-                    self._kept.scales(bucket)
+            for bucket in group.buckets if self._kept.contribution is not None else ():
+                self._kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
+                self._kept.scales(bucket)
             native(force_all_reduce=force_all_reduce)
+        except EpochChanged:
+            # The backward pass that it is a part of is completed, and nothing is reduced.
+            if not self._kept.is_completing:
+                raise
 
-        def start_grad_sync(force_all_reduce: bool | None = False) -> None:
-            try:
-                start(force_all_reduce)
-            except EpochChanged:
-                # The backward pass that it is a part of is completed, and nothing is reduced.
-                if not self._kept.is_completing:
-                    raise
-
-        return start_grad_sync
-
-    def _finishing(self, group: Any, native: Callable[..., None]) -> Callable[..., None]:
-        def finish_grad_sync(force_all_reduce: bool | None = False) -> None:
-            if self._native:
-                with self._summing():
-                    self._check()
-                    native(force_all_reduce=force_all_reduce)
-            elif not self._exact:
-                # The executor counted no gradients, so nothing was started during the backward.
-                if group.ddp_config.overlap_grad_reduce:
-                    group.start_grad_sync(force_all_reduce=force_all_reduce)
+    def _finish(
+        self, group: Any, native: Callable[..., None], force_all_reduce: bool | None = False
+    ) -> None:
+        if self._native:
+            with self._summing():
+                # Nothing is waited for that was left out.
+                self._kept.check()
                 native(force_all_reduce=force_all_reduce)
-            else:
-                self._announce("reduce")
-                group.param_gather_dispatched = False
-                if group is self._bucket_groups[0]:
-                    # A sum is written where gradients may have been sent from.
-                    self.await_sent()
-                    self._check_gradients()
-                for bucket in group.buckets:
-                    self._fold(self._buckets().index(bucket))
-                if group is self._bucket_groups[-1]:
-                    self.await_sent()
-                    self.drop()
-
-        return finish_grad_sync
+        elif not self._exact:
+            # The executor counted no gradients, so nothing was started during the backward.
+            if group.ddp_config.overlap_grad_reduce:
+                group.start_grad_sync(force_all_reduce=force_all_reduce)
+            native(force_all_reduce=force_all_reduce)
+        else:
+            self._announce("reduce")
+            group.param_gather_dispatched = False
+            if group is self._bucket_groups[0]:
+                # A sum is written where gradients may have been sent from.
+                self.await_sent()
+                self._check_gradients()
+            for bucket in group.buckets:
+                self._fold(self._buckets().index(bucket))
+            if group is self._bucket_groups[-1]:
+                self.await_sent()
+                self.drop()
 
     def _exchange(self, number: int) -> None:
         """Have a slice of the replicas that are in the gradients of others, who get ours.
