@@ -115,10 +115,9 @@ class MegatronFramework:
         self.adopt()
         # Buckets keep room for it.
         self._largest_width = self._group.size() + worker.spare_width
-        self.kept = KeptSums(worker, self.chunks)
         self.reduction = GradientReduction(
             self.chunks,
-            kept=self.kept,
+            kept=KeptSums(worker, self.chunks),
             slot=worker.slot,
             exact=worker.promises_bits,
             announce=self._announce,
@@ -221,7 +220,7 @@ class MegatronFramework:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.state.begin_update()
-            self.kept.before_update()
+            self.reduction.kept.before_update()
             with set_within(self, "is_updating", True):
                 result = update(*args, **kwargs) if self._placed else (True, 0.0, None)
             if self._free_workers_scale and not self._is_applied(result[0]):
@@ -306,7 +305,7 @@ class MegatronFramework:
         """Drop the interrupted step."""
         self._passes.end()
         self.reduction.drop()
-        self.kept.interrupted()
+        self.reduction.kept.interrupted()
         for chunk in self.chunks:
             buffers.drop_step(chunk)
         for timer in self._timers():

@@ -108,7 +108,7 @@ class Microbatches:
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
         if worker.promises_bits and _add_gradients_only(models):
-            models.models[0].kept.is_as_begun = is_as_begun
+            models.models[0].reduction.kept.is_as_begun = is_as_begun
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -222,7 +222,7 @@ class Microbatches:
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
         adds_up = self._in_step and not forward_only and isinstance(flow, Dataflow)
-        sums = bound.kept if bound is not None and adds_up else None
+        sums = bound.reduction.kept if bound is not None and adds_up else None
         starting = partial(self._start, begin, bound, forward_only)
         again = partial(self._again, function, bound, starting, kwargs)
         # A model beside the bound ones has no gradients to put back.
@@ -360,7 +360,6 @@ class Microbatches:
             contributions=flow.contributions(worker.slot),
             reduction=bound.reduction,
             model=bound.chunks[0],
-            kept=bound.kept,
         )
         return passes.reports
 

@@ -18,7 +18,6 @@ from megatron.core.utils import get_model_config
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
 from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
-from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
@@ -113,15 +112,14 @@ def run_contributions(
     contributions: Sequence[Contribution],
     reduction: GradientReduction,
     model: DistributedDataParallel,
-    kept: KeptSums,
 ) -> None:
     """Run forward and backward of all ``contributions`` in order, then finalize the gradients.
 
-    They go on from what is ``kept`` of a struck step.
+    They go on from what is kept of a struck step.
     """
-    config = model.config
+    config, kept = model.config, reduction.kept
     if kept.goes_on:
-        _go_on(passes, contributions=contributions, reduction=reduction, model=model, kept=kept)
+        _go_on(passes, contributions=contributions, reduction=reduction, model=model)
         return
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     apart = reduction.keeps_contributions_apart
@@ -154,10 +152,10 @@ def _go_on(
     contributions: Sequence[Contribution],
     reduction: GradientReduction,
     model: DistributedDataParallel,
-    kept: KeptSums,
 ) -> None:
     """Run what is missing: the kept contribution where it is, others in memory of their own."""
-    config, own, last = model.config, kept.contribution, contributions[-1]
+    config, kept, last = model.config, reduction.kept, contributions[-1]
+    own = kept.contribution
     assert own is not None
     done = len(kept.done)
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())

@@ -78,7 +78,7 @@ class GradientReduction:
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slot = slot
         self._exact = exact
-        self._kept = kept
+        self.kept = kept
         self._announce = announce
         self._summing = summing
         self._group = chunks[0].intra_dp_cp_group
@@ -225,13 +225,13 @@ class GradientReduction:
     ) -> None:
         try:
             self._announce("reduce")
-            for bucket in group.buckets if self._kept.contribution is not None else ():
-                self._kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
-                self._kept.scales(bucket)
+            for bucket in group.buckets if self.kept.contribution is not None else ():
+                self.kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
+                self.kept.scales(bucket)
             native(force_all_reduce=force_all_reduce)
         except EpochChanged:
             # The backward pass that it is a part of is completed, and nothing is reduced.
-            if not self._kept.is_completing:
+            if not self.kept.is_completing:
                 raise
 
     def _finish(
@@ -240,7 +240,7 @@ class GradientReduction:
         if self._native:
             with self._summing():
                 # Nothing is waited for that was left out.
-                self._kept.check()
+                self.kept.check()
                 native(force_all_reduce=force_all_reduce)
         elif not self._exact:
             # The executor counted no gradients, so nothing was started during the backward.
@@ -269,8 +269,8 @@ class GradientReduction:
         bucket = self._buckets()[index]
         me, mine = self._group.rank(), self._in_place.get(self._slot)
         if mine is not None and cut.start == 0:
-            self._kept.before_reduction(bucket, self._shard(bucket, me))
-            if self._kept.scales(bucket):
+            self.kept.before_reduction(bucket, self._shard(bucket, me))
+            if self.kept.scales(bucket):
                 bucket.grad_data *= bucket.gradient_scaling_factor
         own = self._shard(bucket, me)[cut]
         nothing, arriving = own[:0], {}
