@@ -49,7 +49,7 @@ MEGATRON = (
     ),
     (
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        "megatron/step/reduction.py",
+        "megatron/sums/reduction.py",
         (
             ("330c03a387abb5f5", "0.16.1"),
             ("fb0a490aedb23279", "0.17.0 to 0.17.1"),
@@ -59,7 +59,7 @@ MEGATRON = (
     ),
     (
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
-        "megatron/step/reduction.py",
+        "megatron/sums/reduction.py",
         (
             ("6c6d0fb0eeac43bd", "0.16.1"),
             ("dcf975a94476e83d", "0.17.0 to 0.17.1"),

@@ -87,6 +87,10 @@ class Part(ABC):
         Comes before the update; ``kept`` before the step.
         """
 
+    def is_still(self, kept: Any) -> bool:
+        """Return whether the passes of a step have changed nothing of it; ``kept`` before them."""
+        return _digest_of_kept(self.keep()) == _digest_of_kept(kept)
+
     def proof(self) -> int:
         """A 63-bit digest of what has to be alike on all workers of a part of the model."""
         return 0
@@ -222,6 +226,12 @@ class StepState:
         kept = {name: part.keep() for name, part in self._parts.items() if part.of_passes}
         yield
         self.put_back(kept)
+
+    def is_as_begun(self, step: int) -> bool:
+        """Return whether passes of a step have changed nothing that they may change."""
+        before = self._before.get(step)
+        of_passes = [part for part in self._parts.values() if part.of_passes]
+        return before is not None and all(one.is_still(before[one.name]) for one in of_passes)
 
     def check(self, step: int) -> None:
         """Raise ConfigurationError for what the passes of this step may not change."""

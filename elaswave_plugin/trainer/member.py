@@ -47,6 +47,8 @@ from elaswave_plugin.trainer.signals import SharedSignals
 
 # How long a planned arrival is waited for: a test setting.
 PLANNED_ARRIVAL_S = 60.0
+# The share of the time to answer in which a worker may complete what it is in.
+_COMPLETED_WITHIN = 0.5
 # So often within the time to answer does a worker in an announced phase say that it lives.
 _SIGNS_OF_LIFE = 4
 # Beyond the announced phase and the time to answer: finding lost nodes, a new leader.
@@ -101,6 +103,7 @@ class Member:
         self._proposed_epoch = 0
         self._proposed_reason = ""
         self._proposed_at_s = 0.0
+        self._goes_on = False
         self._answer_within_s = 0.0
         self._answered_epoch = 0
         self._returned_epoch = 0
@@ -243,8 +246,18 @@ class Member:
         """Raise EpochChanged where a newer view is proposed, JobStopped where the job ends."""
         if self._stop_reason is not None:
             raise self._stopped()
-        if self._proposed_epoch > self._returned_epoch:
+        if self._proposed_epoch > self._returned_epoch and not self.goes_on:
             raise EpochChanged(self._proposed_epoch, self._proposed_reason)
+
+    def go_on(self, wanted: bool) -> None:
+        """Complete what begins here before a proposal is heard, if that does not take too long."""
+        self._goes_on = wanted
+
+    @property
+    def goes_on(self) -> bool:
+        """True while a proposal would not be heard by ``check``."""
+        limit_s = self._answer_within_s * _COMPLETED_WITHIN
+        return self._goes_on and time.monotonic() - self._proposed_at_s < limit_s
 
     def await_lease(self) -> None:
         """Wait until the others are sure to count this worker in; raises EpochChanged, JobStopped.

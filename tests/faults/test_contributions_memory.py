@@ -17,7 +17,7 @@ Probe({STEPS + 1}).watch()
 
 # A copy of the gradients for each contribution, held until the step is reduced.
 COPIES = """
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 send_off, drop, copies = GradientReduction._send_off, GradientReduction.drop, []
 def send_a_copy_off(reduction, bucket, departure):
     copies.append(bucket.grad_data.clone())

@@ -14,7 +14,7 @@ from tests.proofs import Kind, Promise, proves
 # contributions the latter were.
 COUNTED = """
 import atexit
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 send_off, counts, late = GradientReduction._send_off, [0, 0], []
 def counted(reduction, bucket, departure):
     is_late = reduction._departure is None

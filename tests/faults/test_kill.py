@@ -73,7 +73,7 @@ def test_several_kills_change_nothing(
 
 # Each bucket of these tiny models is exchanged in many parts, the last one smaller.
 SLICED = """
-from elaswave_plugin.adapters.megatron.step import reduction
+from elaswave_plugin.adapters.megatron.sums import reduction
 reduction.SLICE_ELEMENTS = 999
 """
 

@@ -31,7 +31,8 @@ KNOWN = {
     r".*(param_gather_dispatched|cached_\w+_shard_list)": "the live ones have trained",
     r".*(start_grad_sync|finish_grad_sync|start_param_sync|register_grad_ready)": "seams of ours",
     r".*sharded_(state_dict|param_state_\w+)": "seams of ours",
-    r"ddp/(load_state_dict|zero_grad_buffer|no_sync|config/no_sync_func)$": "seams of ours",
+    r"ddp/(load_state_dict|zero_grad_buffer|scale_gradients)$": "seams of ours",
+    r"ddp/(no_sync|config/no_sync_func)$": "seams of ours",
     r".*config/barrier_with_L1_time$": "timers of ours wait for nobody",
     r"(param_groups|optimizer/opt_group_ranges).*/(lr|weight_decay)": "the schedule has moved on",
 }

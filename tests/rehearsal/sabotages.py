@@ -15,7 +15,7 @@ _RNG = (
 )
 # What refuses a second call that trains on gradients that are reduced already.
 _ANY_CALLS = (
-    "from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients; "
+    "from elaswave_plugin.adapters.megatron.sums.step_gradients import StepGradients; "
     "StepGradients.zero = lambda self, model: self._reduced.clear()"
 )
 # What refuses an optimizer that is not bound.

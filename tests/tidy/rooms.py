@@ -61,15 +61,18 @@ adapters/megatron/state: adapters around adapters/megatron/compat core/layout er
     values
 adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking values
 demo: config core/layout errors ipc observer recovery tracking
+adapters/megatron/sums: around adapters/megatron/state communicator/groups core/step errors
+    recovery values
 adapters/megatron/step: adapters around adapters/megatron/compat adapters/megatron/state
-    communicator/groups communicator/links core/layout core/planner core/recovery_plan core/step
-    errors recovery rehearsed step_state trainer values
+    adapters/megatron/sums communicator/groups communicator/links core/layout core/planner
+    core/recovery_plan core/step errors recovery rehearsed step_state trainer values
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops
     loss_terms recovery step_state tracking trainer values
 adapters/megatron: adapters around adapters/megatron/compat adapters/megatron/state
-    adapters/megatron/step communicator config core/layout core/planner core/recovery_plan core/step
-    errors framework ipc loops recovery step_state tracking trainer values words command_line
+    adapters/megatron/step adapters/megatron/sums communicator config core/layout core/planner
+    core/recovery_plan core/step errors framework ipc loops recovery step_state tracking trainer
+    values words command_line
 adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspeed/engine
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine errors ipc

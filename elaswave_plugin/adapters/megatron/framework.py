@@ -28,8 +28,9 @@ from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.state.open_passes import OpenPasses
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_sum
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.around import around
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
@@ -116,6 +117,7 @@ class MegatronFramework:
         self._largest_width = self._group.size() + worker.spare_width
         self.reduction = GradientReduction(
             self.chunks,
+            kept=KeptSums(worker, self.chunks),
             slot=worker.slot,
             exact=worker.promises_bits,
             announce=self._announce,
@@ -218,6 +220,7 @@ class MegatronFramework:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self._worker.state.begin_update()
+            self.reduction.kept.before_update()
             with set_within(self, "is_updating", True):
                 result = update(*args, **kwargs) if self._placed else (True, 0.0, None)
             if self._free_workers_scale and not self._is_applied(result[0]):
@@ -302,6 +305,7 @@ class MegatronFramework:
         """Drop the interrupted step."""
         self._passes.end()
         self.reduction.drop()
+        self.reduction.kept.interrupted()
         for chunk in self.chunks:
             buffers.drop_step(chunk)
         for timer in self._timers():

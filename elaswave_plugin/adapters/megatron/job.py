@@ -33,8 +33,8 @@ from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collecti
 from elaswave_plugin.adapters.megatron.step.reported_losses import (
     Reported,
 )
-from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.step_parts import step_state
+from elaswave_plugin.adapters.megatron.sums.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.unsupported import (
     check_supported,
     why_buffers_stay,
@@ -155,6 +155,7 @@ class ElasticJob(PlainJob):
             micro_batch_size=self._micro_batch_size,
             seed=self._seed,
             passes_undone=self._state.passes_undone,
+            is_as_begun=self._is_as_begun,
             why_whole=self._why_whole,
             whole_replicas=self._buffers.by_replica,
         )
@@ -200,6 +201,10 @@ class ElasticJob(PlainJob):
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
         loop = CallLog(steps)
         return loop, LoopBody(loop)
+
+    def _is_as_begun(self, step: int) -> bool:
+        """Return whether passes of a step have left nothing behind but gradients and reports."""
+        return self._state.is_as_begun(step)
 
     def _is_concerned(self) -> bool:
         """Return whether numbers of the script's own may be wrong now."""

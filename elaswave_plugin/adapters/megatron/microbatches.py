@@ -22,6 +22,7 @@ from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipelin
 from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.planner.memory import deal_within
@@ -47,6 +48,7 @@ class Microbatches:
         micro_batch_size: int,
         seed: int,
         passes_undone: Callable[[], AbstractContextManager[None]],
+        is_as_begun: Callable[[int], bool] | None = None,
         why_whole: str | None = None,
         whole_replicas: bool = False,
     ) -> None:
@@ -74,6 +76,8 @@ class Microbatches:
         self._reduced: dict[tuple[int, int, frozenset[int]], Dataflow | PipelineFlow] = {}
         self._in_step = False
         self._enters = True
+        # A step, and the samples of the micro-batches that it has used here.
+        self._used: tuple[int, dict[int, tuple[int, ...]]] = (-1, {})
         if worker.owns_rank_0:
             say_unknown(_reimplemented(models))
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -103,6 +107,8 @@ class Microbatches:
         self._placed = worker.dataflow
         models.take_place(worker.dataflow)
         self._first_step = FirstStep(worker, models, seed=seed, passes_undone=passes_undone)
+        if worker.promises_bits and _add_gradients_only(models):
+            models.models[0].reduction.kept.is_as_begun = is_as_begun
 
     @property
     def flow(self) -> Dataflow | PipelineFlow:
@@ -149,14 +155,20 @@ class Microbatches:
             self._enters and coordinate is not None and (coordinate.stage, coordinate.tp) == (0, 0)
         )
         if counts and self._in_step and not self._first_step.is_running:
-            self._worker.ledger.emit(
-                "consumed",
-                slot=self._worker.slot,
-                epoch=self._worker.view.epoch,
-                step=step,
-                k=microbatch,
-                samples=list(ids),
-            )
+            self._use(step, microbatch, ids)
+
+    def _use(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
+        if step != self._used[0]:
+            self._used = step, {}
+        self._used[1][microbatch] = ids
+        self._worker.ledger.emit(
+            "consumed",
+            slot=self._worker.slot,
+            epoch=self._worker.view.epoch,
+            step=step,
+            k=microbatch,
+            samples=list(ids),
+        )
 
     def forward_backward(
         self,
@@ -192,32 +204,27 @@ class Microbatches:
             worker.begin_flow(flow)
             self._placed = flow
 
-        def again(microbatches: tuple[int, ...]) -> list[int]:
-            self._in_step, retold = False, list[int]()
-            pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-            ordered = in_order(forward_step, pieces, starting, self._passed)
-            step = partial(tell_losses, retold, ordered)
-            repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
-            assert bound is not None
-            with bound.passes_repeated():
-                function(forward_only=True, **repeated)
-            return retold
-
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
+            before = self._kept_of(sums)
             self.executed, self.reports, self.num_reports = executor.order_of(
-                dealt, worker.slot, micro_batch_size=self._micro_batch_size
+                dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=before
             )
             ordered = in_order(forward_step, self.executed, starting, self._passed)
-            step = partial(kept.note, ordered)
+            step: Callable[..., Any] = partial(kept.note, ordered)
+            step = step if sums is None else self._adding(sums, dealt, kept, step)
             told.clear()
             step = partial(tell_losses, told, step) if worker.untried else step
             given = {**kwargs, "forward_step_func": step}
             reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
-            return kept.take() or reports  # none are kept of a step without a loss function
+            reports = kept.take() or reports  # none are kept of a step without a loss function
+            return reports if sums is None else sums.reported(reports, self.reports)
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
+        adds_up = self._in_step and not forward_only and isinstance(flow, Dataflow)
+        sums = bound.reduction.kept if bound is not None and adds_up else None
         starting = partial(self._start, begin, bound, forward_only)
+        again = partial(self._again, function, bound, starting, kwargs)
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -229,6 +236,47 @@ class Microbatches:
             if self.reports_losses:
                 worker.observe("reported", self.reports, reports)
         return reports
+
+    def _again(
+        self,
+        function: ForwardBackward,
+        bound: MegatronFramework | None,
+        starting: Begin,
+        kwargs: dict[str, Any],
+        microbatches: tuple[int, ...],
+    ) -> list[int]:
+        """Run forward passes of this step once more; returns what its losses are told by."""
+        self._in_step, retold = False, list[int]()
+        pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
+        ordered = in_order(kwargs["forward_step_func"], pieces, starting, self._passed)
+        step = partial(tell_losses, retold, ordered)
+        repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
+        assert bound is not None
+        with bound.passes_repeated():
+            function(forward_only=True, **repeated)
+        return retold
+
+    def _kept_of(self, sums: KeptSums | None) -> tuple[int, ...]:
+        """Return the micro-batches of a struck step that are not run again."""
+        found = () if sums is None or self._first_step.is_running else sums.take_stand()
+        for microbatch in found:
+            # In this view, too, they are used once; they are not read again.
+            self._use(self._worker.completed, microbatch, self._used[1][microbatch])
+        return found
+
+    def _adding(
+        self,
+        sums: KeptSums,
+        dealt: Dataflow | PipelineFlow,
+        kept: KeptReports,
+        step: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        """Return the forward step of passes, whose sums are kept as far as they come."""
+        if self._first_step.is_running:
+            return step
+        if isinstance(dealt, Dataflow) and dealt.is_healthy:
+            sums.begin(*dealt.contributions(self._worker.slot))
+        return sums.noted(step, lambda: kept.take()[-1])
 
     def _start(
         self,
@@ -382,6 +430,14 @@ class Microbatches:
             micro_batch_size=micro_batch_size,
         )
         return pipeline.run(forward_step_func, data_iterator, forward_only=forward_only)
+
+
+def _add_gradients_only(models: BoundModels) -> bool:
+    """Return whether passes of a micro-batch add up gradients, and neither count nor gather."""
+    chunk = models.chunks[0]
+    has_experts = chunk.config.num_moe_experts is not None
+    gathers = chunk.ddp_config.overlap_param_gather
+    return len(models.models) == 1 and not has_experts and not gathers
 
 
 def _reimplemented(models: BoundModels) -> list[Row]:

@@ -159,6 +159,9 @@ class OwnLoop(ElasticJob):
                 f" torch.distributed.get_rank() is 0, worker {self._worker.slot} does it"
             )
 
+    def _is_as_begun(self, step: int) -> bool:
+        return super()._is_as_begun(step) and not self._late.are_any
+
     def _is_concerned(self) -> bool:
         return not self.shares.are_right
 

@@ -34,7 +34,7 @@ from elaswave_plugin.adapters.megatron.step.reported_losses import (
     check_evaluation,
     check_result,
 )
-from elaswave_plugin.adapters.megatron.step.step_gradients import StepGradients
+from elaswave_plugin.adapters.megatron.sums.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.turns import EVALUATE, RUN, TRAIN, Turns
 from elaswave_plugin.adapters.megatron.unsupported import check_loop
 from elaswave_plugin.adapters.patching import PatchSet

@@ -78,12 +78,20 @@ class Dataflow:
         )
 
     def contributions(self, slot: int) -> tuple[Contribution, ...]:
-        """Contributions of ``slot`` in order of execution."""
-        return contributions(
-            self.microbatches(slot),
-            num_replicas=self.num_replicas,
-            num_microbatches=self.num_microbatches,
+        """Contributions of ``slot`` in order of execution: its own replica comes last.
+
+        A loss then finds its sum where a worker has it while healthy.
+
+        >>> flow = deal(num_microbatches=4, launch_slots=(0, 1), live=(0,))
+        >>> print(*flow.contributions(0), sep=", ")
+        replica 1 (1 3), replica 0 (0 2)
+        """
+        dealt = self.microbatches(slot)
+        parts = contributions(
+            dealt, num_replicas=self.num_replicas, num_microbatches=self.num_microbatches
         )
+        own = dealt[0] % self.num_replicas if dealt else None
+        return tuple(sorted(parts, key=lambda part: part.whole and part.replica == own))
 
     def in_place(self, slot: int) -> Contribution | None:
         """The whole replica that ``slot`` runs last and so has in its gradients; None without."""

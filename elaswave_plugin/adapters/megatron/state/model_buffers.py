@@ -97,6 +97,10 @@ class ModelBuffers(Part):
         """Raise ConfigurationError for one that passes have changed and may not change."""
         self._changes.check(self._present_values(), kept["values"])
 
+    def is_still(self, kept: Any) -> bool:
+        """Return whether passes change none."""
+        return not self.changing
+
     def proof(self) -> int:
         """Digest what is alike on all: the unchanging values, and those of every replica."""
         digest = xxhash.xxh3_64()

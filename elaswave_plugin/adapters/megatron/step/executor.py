@@ -6,7 +6,7 @@ schedules.py, ``forward_backward_no_pipelining``), with the loss divided by the 
 micro-batches that a replica had at launch: in place, and so is a report that shares its storage.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import Contribution
@@ -49,12 +50,17 @@ class Order(NamedTuple):
     num_reports: int
 
 
-def order_of(flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int) -> Order:
-    """The pieces of a worker; losses are counted by micro-batch, or by resized piece."""
+def order_of(
+    flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int, kept: Collection[int] = ()
+) -> Order:
+    """The pieces of a worker; losses are counted by micro-batch, or by resized piece.
+
+    ``kept``: micro-batches that are not run again.
+    """
     if isinstance(flow, PipelineFlow):
         return Order(flow.samples(slot), flow.reports(slot), flow.num_reports)
     ks = tuple(k for part in flow.contributions(slot) for k in part.microbatches)
-    pieces = tuple(Samples.of(k, size=micro_batch_size) for k in ks)
+    pieces = tuple(Samples.of(k, size=micro_batch_size) for k in ks if k not in kept)
     return Order(pieces, ks, flow.num_microbatches)
 
 
@@ -107,13 +113,22 @@ def run_contributions(
     reduction: GradientReduction,
     model: DistributedDataParallel,
 ) -> None:
-    """Run forward and backward of all ``contributions`` in order, then finalize the gradients."""
-    config = model.config
+    """Run forward and backward of all ``contributions`` in order, then finalize the gradients.
+
+    They go on from what is kept of a struck step.
+    """
+    config, kept = model.config, reduction.kept
+    if kept.goes_on:
+        _go_on(passes, contributions=contributions, reduction=reduction, model=model)
+        return
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     apart = reduction.keeps_contributions_apart
     if apart:
         reduction.begin()
     for index, contribution in enumerate(contributions):
+        ships = apart and not (contribution.whole and contribution is contributions[-1])
+        if apart and not ships:
+            kept.begin(contribution)
         for order, _ in enumerate(contribution.microbatches):
             output, tokens = passes.run(order)
             num_tokens += tokens
@@ -121,7 +136,6 @@ def run_contributions(
                 # What was added up before has left during the forward pass.
                 reduction.await_sent()
                 model.zero_grad_buffer()
-            ships = apart and not (contribution.whole and contribution is contributions[-1])
             is_last = order == len(contribution.microbatches) - 1
             # Inside, no bucket is reduced; what is zeroed forgets that.
             with (
@@ -129,6 +143,56 @@ def run_contributions(
                 reduction.shipping(contribution) if ships and is_last else nullcontext(),
             ):
                 backward_step(None, output, None, config)
+    _finalize(model, num_tokens)
+
+
+def _go_on(
+    passes: ForwardPasses,
+    *,
+    contributions: Sequence[Contribution],
+    reduction: GradientReduction,
+    model: DistributedDataParallel,
+) -> None:
+    """Run what is missing: the kept contribution where it is, others in memory of their own."""
+    config, kept, last = model.config, reduction.kept, contributions[-1]
+    own = kept.contribution
+    assert own is not None
+    done = len(kept.done)
+    num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    for tokens in kept.tokens:
+        num_tokens += tokens
+    reduction.begin()
+    with GradAccumulators(
+        [model],
+        in_place=last.microbatches[0] if last.whole else None,
+        await_sent=reduction.await_sent,
+        kept=own.microbatches[0],
+        spare=kept.room,
+    ) as accumulators:
+        for contribution in contributions:
+            accumulators.select(contribution.microbatches[0])
+            ships = not (contribution.whole and contribution is last)
+            missing = contribution.microbatches[done if contribution == own else 0 :]
+            with nullcontext() if contribution == own else kept.elsewhere():
+                for order, microbatch in enumerate(missing):
+                    output, tokens = passes.run(order)
+                    num_tokens += tokens
+                    leaves = ships and microbatch == contribution.microbatches[-1]
+                    with (
+                        model.no_sync(),
+                        reduction.shipping(contribution) if leaves else nullcontext(),
+                    ):
+                        backward_step(None, output, None, config)
+            if ships and not missing:
+                with reduction.shipping(contribution):
+                    pass
+            if ships:
+                accumulators.release(contribution.microbatches[0])
+    _finalize(model, num_tokens)
+
+
+def _finalize(model: DistributedDataParallel, num_tokens: torch.Tensor) -> None:
+    config = model.config
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             [model], num_tokens if config.calculate_per_token_loss else None

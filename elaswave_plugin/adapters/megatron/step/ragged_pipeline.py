@@ -20,10 +20,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
 from elaswave_plugin.adapters.megatron.state.buffers import layer_numbers
-from elaswave_plugin.adapters.megatron.step.accumulators import GradAccumulators
-from elaswave_plugin.adapters.megatron.step.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight, add_other_stage
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients, fuses
+from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
+from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.communicator.groups import tagged
 from elaswave_plugin.core.planner.layer_times import LAYER
 from elaswave_plugin.core.planner.layer_times import WEIGHTS as WEIGHT_PASS

@@ -20,21 +20,24 @@ class GradAccumulators:
         *,
         in_place: int | None,
         await_sent: Callable[[], None],
+        kept: int | None = None,
+        spare: list[torch.Tensor] | None = None,
     ) -> None:
         """``in_place``: the contribution whose gradients stay in the native buffers, if one does.
 
-        ``await_sent`` returns once released buffers may be written again.
+        ``await_sent`` returns once released buffers may be written again; ``kept``: the
+        contribution of which the native buffers have a part already; ``spare``: memory like them.
         """
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._home = [buffer.grad_data for buffer in self._buffers]
         self._in_place, self._await_sent = in_place, await_sent
-        self._of: dict[int, list[torch.Tensor]] = {}
-        self._spare: list[list[torch.Tensor]] = []
+        self._of: dict[int, list[torch.Tensor]] = {} if kept is None else {kept: self._home}
+        self._spare: list[list[torch.Tensor]] = [] if spare is None else [spare]
 
     def select(self, contribution: int) -> None:
         """Accumulate into the buffers of a contribution (by its first micro-batch) from now on."""
         if contribution not in self._of:
-            fresh = self._home if contribution == self._in_place else self._taken()
+            fresh = self._native() if contribution == self._in_place else self._taken()
             for flat in fresh:
                 flat.zero_()
             self._of[contribution] = fresh
@@ -48,6 +51,13 @@ class GradAccumulators:
         """Point everything back at the native buffers."""
         self._of.clear()
         self._point(self._home)
+
+    def _native(self) -> list[torch.Tensor]:
+        others = [one for one in self._spare if one is not self._home]
+        if len(others) < len(self._spare):
+            self._await_sent()
+        self._spare = others
+        return self._home
 
     def _taken(self) -> list[torch.Tensor]:
         if not self._spare:

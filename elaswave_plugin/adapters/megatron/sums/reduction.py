@@ -16,12 +16,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.distributed import AllToAllOptions, Work
 
+from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.around import around
 from elaswave_plugin.communicator.groups import term_sums
 from elaswave_plugin.communicator.groups.work import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.errors import ConfigurationError, EpochChanged
 from elaswave_plugin.values.set_within import set_within
 
 # Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
@@ -68,6 +69,7 @@ class GradientReduction:
         *,
         slot: int,
         exact: bool,
+        kept: KeptSums,
         announce: Callable[[str], None],
         summing: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -76,6 +78,7 @@ class GradientReduction:
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self._slot = slot
         self._exact = exact
+        self.kept = kept
         self._announce = announce
         self._summing = summing
         self._group = chunks[0].intra_dp_cp_group
@@ -104,9 +107,10 @@ class GradientReduction:
         for group in (group for chunk in chunks for group in chunk.bucket_groups):
             self._bucket_groups.append(group)
             if group not in known:
-                group.start_grad_sync = around(self._start)(group.start_grad_sync)
-                finish, ready = partial(self._finish, group), partial(self._ready, group)
+                start, finish = partial(self._start, group), partial(self._finish, group)
+                group.start_grad_sync = around(start)(group.start_grad_sync)
                 group.finish_grad_sync = around(finish)(group.finish_grad_sync)
+                ready = partial(self._ready, group)
                 group.register_grad_ready = around(ready)(group.register_grad_ready)
 
     def set_dataflow(
@@ -216,15 +220,27 @@ class GradientReduction:
             if departure.completes(param, bucket):
                 self._send_off(bucket, departure)
 
-    def _start(self, native: Callable[..., None], force_all_reduce: bool | None = False) -> None:
-        self._announce("reduce")
-        native(force_all_reduce=force_all_reduce)
+    def _start(
+        self, group: Any, native: Callable[..., None], force_all_reduce: bool | None = False
+    ) -> None:
+        try:
+            self._announce("reduce")
+            for bucket in group.buckets if self.kept.contribution is not None else ():
+                self.kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
+                self.kept.scales(bucket)
+            native(force_all_reduce=force_all_reduce)
+        except EpochChanged:
+            # The backward pass that it is a part of is completed, and nothing is reduced.
+            if not self.kept.is_completing:
+                raise
 
     def _finish(
         self, group: Any, native: Callable[..., None], force_all_reduce: bool | None = False
     ) -> None:
         if self._native:
             with self._summing():
+                # Nothing is waited for that was left out.
+                self.kept.check()
                 native(force_all_reduce=force_all_reduce)
         elif not self._exact:
             # The executor counted no gradients, so nothing was started during the backward.
@@ -252,8 +268,10 @@ class GradientReduction:
         index, cut = self._slices[number]
         bucket = self._buckets()[index]
         me, mine = self._group.rank(), self._in_place.get(self._slot)
-        if mine is not None and cut.start == 0 and bucket.gradient_scaling_factor != 1.0:
-            bucket.grad_data *= bucket.gradient_scaling_factor
+        if mine is not None and cut.start == 0:
+            self.kept.before_reduction(bucket, self._shard(bucket, me))
+            if self.kept.scales(bucket):
+                bucket.grad_data *= bucket.gradient_scaling_factor
         own = self._shard(bucket, me)[cut]
         nothing, arriving = own[:0], {}
         outs, ins = [], []
