@@ -259,9 +259,11 @@ class Microbatches:
     def _kept_of(self, sums: KeptSums | None) -> tuple[int, ...]:
         """Return the micro-batches of a struck step that are not run again."""
         found = () if sums is None or self._first_step.is_running else sums.take_stand()
+        step, used = self._used
         for microbatch in found:
             # In this view, too, they are used once; they are not read again.
-            self._use(self._worker.completed, microbatch, self._used[1][microbatch])
+            if step == self._worker.completed and microbatch in used:
+                self._use(step, microbatch, used[microbatch])
         return found
 
     def _adding(

@@ -183,17 +183,17 @@ class KeptSums:
 
     def interrupted(self) -> None:
         """A recovery begins: have the own sums whole again, if they can be."""
-        self._worker.member.go_on(False)
         if self.contribution is None or self.is_as_begun is None:
             return
         self.before_update()
         if self._in_backward:
+            self._complete_first(False)
             self._why_not = "a backward pass took too long to be completed"
         elif not self._count:
             self._why_not = "no micro-batch was complete"
         elif self._why_not is None and not self.is_as_begun(self._step):
             self._why_not = "passes have changed other state of the step"
-        self._in_backward = self._counts = self.goes_on = False
+        self._counts = self.goes_on = False
         self._earlier = ()
         for place, copy, factor in self._shards.values():
             place.copy_(copy)
@@ -202,45 +202,57 @@ class KeptSums:
         self._shards.clear()
 
     @property
+    def _is_asked(self) -> bool:
+        """True in the redo of the step that the buffers are of."""
+        worker = self._worker
+        is_of_step = self._step == worker.completed
+        return is_of_step and 0 <= self._epoch < worker.view.epoch
+
+    @property
     def stands(self) -> bool:
-        """True if this step goes on from what is kept, as the present deal has it."""
-        flow, worker = self._worker.dataflow, self._worker
-        return (
-            self.contribution is not None
-            and self._why_not is None
-            and self._step == worker.completed
-            and self._epoch < worker.view.epoch
-            and isinstance(flow, Dataflow)
-            and not flow.is_healthy
-            and not worker.untried
-            and self.contribution in flow.contributions(worker.slot)
-            # Those that a contribution is sent to multiply it.
-            and (not self._scaled or self.contribution == flow.in_place(worker.slot))
-        )
+        """True if the step that is redone goes on from what is kept."""
+        return self._is_asked and self._why_it_falls() is None
+
+    def _why_it_falls(self) -> str | None:
+        """Return why all of the step is run again; None where it goes on from what is kept."""
+        flow, worker, kept = self._worker.dataflow, self._worker, self.contribution
+        if self._why_not is not None:
+            return self._why_not
+        if worker.untried:
+            return "a worker has just come, and its first losses are compared"
+        if not isinstance(flow, Dataflow) or flow.is_healthy:
+            return "all of the workers of the launch are there"
+        if kept not in flow.contributions(worker.slot):
+            return "the work is dealt otherwise"
+        # Those that a contribution is sent to multiply it.
+        if self._scaled and kept != flow.in_place(worker.slot):
+            return "the sum was divided, and is to be sent to others"
+        return None
 
     def take_stand(self) -> tuple[int, ...]:
         """Return the micro-batches that are not run again, and say so, or why there are none."""
         worker = self._worker
-        if not 0 <= self._epoch < worker.view.epoch or self._step != worker.completed:
+        if not self._is_asked:
             return ()
-        stands = self.stands and self._has_room()
+        why_not = self._why_it_falls() or self._no_room()
         worker.events.emit(
             "sums_kept",
             slot=worker.slot,
             step=worker.completed,
             epoch=worker.view.epoch,
-            microbatches=list(self.done) if stands else [],
-            why_not=self._why_not,
+            microbatches=[] if why_not else list(self.done),
+            why_not=why_not,
         )
-        if not stands:
+        if why_not:
+            self.forget()
             return ()
         self._epoch, self._versions = worker.view.epoch, None
         self.goes_on = self._counts = True
         self._earlier = self.done
         return self._earlier
 
-    def _has_room(self) -> bool:
-        """Take memory for other contributions, if there are any."""
+    def _no_room(self) -> str | None:
+        """Take memory for other contributions, if there are any; return why there is none."""
         flow = self._worker.dataflow
         assert isinstance(flow, Dataflow)
         try:
@@ -249,10 +261,10 @@ class KeptSums:
         except (MemoryError, RuntimeError) as error:
             if words_of(error) is None:
                 raise
-            self._why_not = "there was no memory for other gradients beside them"
             for buffer in self._buffers:
                 buffer.grad_data.zero_()
-        return self._why_not is None
+            return "there is no memory for other gradients beside it"
+        return None
 
     def _zero(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Gradients are zeroed: what stands is not touched, and all else is forgotten.
@@ -273,7 +285,8 @@ class KeptSums:
 
     def _let_go(self) -> None:
         """Forget all except the reason in a redo, which is still to be said."""
-        step, epoch, why_not = self._step, self._epoch, self._why_not
+        step, epoch = self._step, self._epoch
+        why_not = self._why_it_falls() if self._is_asked else None
         self.forget()
         if why_not is not None:
             self._step, self._epoch, self._why_not = step, epoch, why_not

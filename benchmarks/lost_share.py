@@ -1,0 +1,143 @@
+"""Measures what a loss costs: the seconds of the struck step beyond those of a healthy one.
+
+python -m benchmarks.lost_share [--against CHECKOUT] [--repeat 10] [--json FILE]
+
+Four data-parallel workers of examples/train_gpt.py with 57 million parameters and two micro-batches
+a replica lose one of them, in the first forward pass and in the last backward pass, in the
+reduction and in the update of a step. A cost runs from the end of the step before, on all workers,
+to the end of the struck one on all that are left. ``--against``: a checkout of another commit, with
+its own .venv, whose jobs run in turn with these.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.circumstances import circumstances
+from benchmarks.measurement import Bench, bench, run_benchmark
+from elaswave_plugin.demo import jobs
+from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.observer.run import RunFiles, counted_steps, read_run
+
+HERE = Path(__file__).resolve()
+LATE_STRIKE = HERE.with_name("late_strike.py")
+PHASES = ("forward", "backward", "reduce", "optimizer")
+WORKERS, VICTIM, MICROBATCHES = 4, 2, 8
+STEPS, LOSS, FIRST = 6, 4, 2
+SIZES = ("--num-layers", "8", "--hidden-size", "768", "--num-attention-heads", "12")
+RUN_LIMIT_S = 600.0
+
+
+def run_once(running: Bench, phase: str) -> RunFiles:
+    """Run a job that loses a worker in a phase of a step; raises JobFailed."""
+    directory = running.folder / phase
+    command = jobs.job_command(
+        running.options,
+        socket_path=running.socket_path,
+        data=running.folder / "data" / "text",
+        directory=directory,
+    )
+    place = command.index(str(running.options.script))
+    command[place:place] = [str(LATE_STRIKE), str(MICROBATCHES // WORKERS)]
+    command += [*SIZES, "--seq-length", "128", "--global-batch-size", str(MICROBATCHES)]
+    command += ["--elaswave-kill", f"{VICTIM}@{LOSS}:{phase}", "--elaswave-dump-state", "never"]
+    jobs.run_job(command, phase, running.folder / f"{phase}.log", limit_s=RUN_LIMIT_S)
+    return read_run(directory)
+
+
+def done_s(run: RunFiles) -> dict[int, float]:
+    """Return when each step was complete on all its workers."""
+    found = counted_steps(run).items()
+    return {step: max(float(one["time_s"]) for one in lines) for step, lines in found}
+
+
+def cost_of(run: RunFiles) -> dict[str, float]:
+    """Return the seconds of a healthy step, and what the struck one took beyond it."""
+    done = done_s(run)
+    healthy_s = median(done[step] - done[step - 1] for step in range(FIRST, LOSS))
+    passes = sum(line["step"] == LOSS for line in run.ledger)
+    kept = sum(len(one["microbatches"]) for one in run.of_kind("sums_kept"))
+    return {
+        "healthy_s": healthy_s,
+        "cost_s": done[LOSS] - done[LOSS - 1] - healthy_s,
+        "forward_passes": passes - kept,
+    }
+
+
+def once() -> dict[str, Any]:
+    """Run a job of each phase; returns their costs."""
+    with bench(nproc=WORKERS, steps=STEPS) as running:
+        return {phase: cost_of(run_once(running, phase)) for phase in PHASES}
+
+
+def of_checkout(checkout: Path) -> dict[str, Any]:
+    """The same by the code of a checkout; raises JobFailed."""
+    # Its own package, and its own parts of the benchmarks.
+    done = subprocess.run(
+        [checkout / ".venv" / "bin" / "python", "-P", str(HERE), "--once"],
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=len(PHASES) * RUN_LIMIT_S,
+    )
+    if done.returncode:
+        raise jobs.JobFailed(f"the jobs of {checkout} failed: {done.stderr[-2000:]}", 1)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the repeats; raises ConfigurationError, JobFailed."""
+    if options.against and not (options.against / ".venv" / "bin" / "python").is_file():
+        raise ConfigurationError(f"--against is {str(options.against)!r}, which has no .venv")
+    trees = {"here": HERE.parents[1], **({"against": options.against} if options.against else {})}
+    result = {**circumstances("benchmarks.lost_share"), "workers": WORKERS}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+    for number in range(options.repeat):
+        for name in sorted(trees, reverse=bool(number % 2)):
+            found[name].append(of_checkout(trees[name]))
+            told = {phase: round(one["cost_s"], 2) for phase, one in found[name][-1].items()}
+            print(f"{number} {name:8} cost in s {told}", flush=True)
+    for phase in PHASES:
+        of_phase = {
+            name: {
+                "cost_s": [one[phase]["cost_s"] for one in runs],
+                "median_cost_s": median(one[phase]["cost_s"] for one in runs),
+                "median_healthy_s": median(one[phase]["healthy_s"] for one in runs),
+                "forward_passes": [one[phase]["forward_passes"] for one in runs],
+            }
+            for name, runs in found.items()
+        }
+        result[phase] = of_phase
+        told = of_phase["here"]["median_cost_s"]
+        line = f"{phase:10} costs {told:.2f} s beyond {of_phase['here']['median_healthy_s']:.2f} s"
+        if "against" in of_phase:
+            other = of_phase["against"]["median_cost_s"]
+            line += f", there {other:.2f} s, ratio {told / other:.2f}"
+        print(line, flush=True)
+    return result
+
+
+def main() -> int:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--against", type=Path, help="a checkout of another commit")
+    parser.add_argument("--repeat", type=int, default=10, help="jobs of each phase")
+    parser.add_argument("--once", action="store_true", help="print the costs of one job a phase")
+    options = parser.parse_args()
+    if options.once:
+        print(json.dumps(once()))
+        return 0
+    result_file: Path | None = options.json
+    return run_benchmark(lambda: measure(options), result_file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
