@@ -22,7 +22,8 @@ found.data[:5] = b"there"
 
 
 def _open() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    """What is open here, without what lists it, whose number is any that is free."""
+    return {one for one in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{one}")}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def test_another_process_writes_what_this_one_reads() -> None:
     memory.close()
     assert SharedMemory.find(memory.place) is None
     _await_threads()
-    assert _open() == before
+    assert _open() <= before  # garbage of others may have gone
 
 
 def test_one_that_was_found_is_handed_on_when_its_maker_is_gone() -> None:
@@ -86,7 +87,7 @@ def test_a_descriptor_of_no_memory_is_not_taken(monkeypatch: pytest.MonkeyPatch)
         os.close(one)
     memory.close()
     _await_threads()
-    assert _open() == before
+    assert _open() <= before  # garbage of others may have gone
 
 
 def test_no_process_opens_memory_of_another_one_by_its_path() -> None:
