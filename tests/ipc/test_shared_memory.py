@@ -22,7 +22,7 @@ found.data[:5] = b"there"
 
 
 def _open() -> set[str]:
-    """What is open here, without what lists it, whose number is any that is free."""
+    """Return what is open here, without what lists it, whose number is any that is free."""
     return {one for one in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{one}")}
 
 
