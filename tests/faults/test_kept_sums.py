@@ -56,6 +56,9 @@ def test_a_pass_that_is_met_is_completed(run: Launch, reference: Reference, slot
     for one in others:
         whole = [one + 4 * n for n in range(4)]
         assert found[2, one] == whole[: len(found[2, one])]
+    assert any(found.values())
+    told = {one["why_not"] for one in struck.events("sums_kept")}
+    assert told <= {None, "no micro-batch was complete"}
     # At most one forward pass a survivor is dropped.
     assert len(read(struck)) <= 16 + 4 + len(others)
 

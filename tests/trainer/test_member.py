@@ -33,8 +33,7 @@ from tests.idle import Deadline
 from tests.job_secret import SECRET
 
 LONG_S = 10.0
-# A length that no frame has.
-NO_FRAME = b"\xff" * 4
+NO_FRAME = b"\xff" * 4  # a length that no frame has
 SHORT_S = 0.05
 FACTS = WorkerFacts(address="x")
 SEALED = sealed(0, 4)
@@ -242,6 +241,16 @@ def test_a_failure_does_not_wait_for_the_next_step(agent: Agent) -> None:
     agent.commit(view_of(3))
     agent.member.quiesce(FACTS, LONG_S)
     agent.member.begin_step(4)
+
+
+def test_what_is_to_be_completed_first_has_half_of_the_time(agent: Agent) -> None:
+    agent.within_s = 2.0
+    agent.member.go_on(True)
+    agent.propose(2)
+    agent.member.check()
+    time.sleep(agent.within_s / 2)
+    with pytest.raises(EpochChanged):
+        agent.member.check()
 
 
 def test_a_newer_proposal_ends_the_wait_for_a_commit(agent: Agent) -> None:

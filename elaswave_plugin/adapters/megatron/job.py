@@ -19,9 +19,7 @@ from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.adapters.megatron.plain import PlainJob
-from elaswave_plugin.adapters.megatron.schedule_calls import (
-    without_known,
-)
+from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
 from elaswave_plugin.adapters.megatron.step.data import (
@@ -30,9 +28,7 @@ from elaswave_plugin.adapters.megatron.step.data import (
     served,
 )
 from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
-from elaswave_plugin.adapters.megatron.step.reported_losses import (
-    Reported,
-)
+from elaswave_plugin.adapters.megatron.step.reported_losses import Reported
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.sums.step_gradients import StepGradients
 from elaswave_plugin.adapters.megatron.unsupported import (

@@ -8,7 +8,7 @@ goes on: the deal and the order of sums are the same either way.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,6 +19,8 @@ from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution
 from elaswave_plugin.recovery.relief import words_of
 from elaswave_plugin.recovery.worker import Worker
+
+Result = TypeVar("Result")
 
 
 class _Shard(NamedTuple):
@@ -50,9 +52,7 @@ class KeptSums:
         self.tokens: list[Any] = []
         self.room: list[torch.Tensor] | None = None
         """Other gradient buffers, for what is added up beside what is kept."""
-        self.goes_on = False
-        """Whether the call that runs goes on from what is kept."""
-        # The micro-batches that it does not run again.
+        # The micro-batches that the call that runs does not run again.
         self._earlier: tuple[int, ...] = ()
         self._step = self._epoch = -1
         # Why nothing is kept, if so.
@@ -66,11 +66,13 @@ class KeptSums:
     @property
     def done(self) -> tuple[int, ...]:
         """The micro-batches that are complete."""
-        return () if self.contribution is None else self.contribution.microbatches[: self._count]
+        kept = self.contribution
+        return () if kept is None else kept.microbatches[: len(self.reports)]
 
     @property
-    def _count(self) -> int:
-        return len(self.reports)
+    def goes_on(self) -> bool:
+        """True while a call goes on from what is kept."""
+        return bool(self._earlier)
 
     # ---- while a step runs ----------------------------------------------------------------------
 
@@ -141,9 +143,14 @@ class KeptSums:
 
     def before_reduction(self, bucket: Any, shard: torch.Tensor) -> None:
         """Copy this worker's shard of a bucket, over which the reduced one is written."""
-        if self.contribution is not None and id(bucket) not in self._shards:
-            factor = 1.0 if id(bucket) in self._scaled else bucket.gradient_scaling_factor
-            self._shards[id(bucket)] = _Shard(shard, shard.clone(), factor)
+        if self.contribution is None or id(bucket) in self._shards:
+            return
+        factor = 1.0 if id(bucket) in self._scaled else bucket.gradient_scaling_factor
+        copy = _if_there_is_memory(shard.clone)
+        if copy is None:
+            self._why_not = "there was no memory for a copy of this worker's shard"
+        else:
+            self._shards[id(bucket)] = _Shard(shard, copy, factor)
 
     def scales(self, bucket: Any) -> bool:
         """Return whether a bucket is now to be multiplied by its factor, which is done once."""
@@ -156,10 +163,10 @@ class KeptSums:
 
         What changes gradients from now on is the script's own.
         """
-        self._counts = self.goes_on = False
+        earlier, self._earlier, self._counts = self._earlier, (), False
         self._versions = self._present_versions()
-        place = numbers.index(self._earlier[0]) if self._earlier else 0
-        return [*reports[:place], *self.reports[: len(self._earlier)], *reports[place:]]
+        place = numbers.index(earlier[0]) if earlier else 0
+        return [*reports[:place], *self.reports[: len(earlier)], *reports[place:]]
 
     def before_update(self) -> None:
         """The optimizer begins its step."""
@@ -189,12 +196,11 @@ class KeptSums:
         if self._in_backward:
             self._complete_first(False)
             self._why_not = "a backward pass took too long to be completed"
-        elif not self._count:
+        elif not self.reports:
             self._why_not = "no micro-batch was complete"
         elif self._why_not is None and not self.is_as_begun(self._step):
             self._why_not = "passes have changed other state of the step"
-        self._counts = self.goes_on = False
-        self._earlier = ()
+        self._earlier, self._counts = (), False
         for place, copy, factor in self._shards.values():
             place.copy_(copy)
             if factor != 1.0:
@@ -247,24 +253,23 @@ class KeptSums:
             self.forget()
             return ()
         self._epoch, self._versions = worker.view.epoch, None
-        self.goes_on = self._counts = True
-        self._earlier = self.done
+        self._earlier, self._counts = self.done, True
         return self._earlier
 
     def _no_room(self) -> str | None:
         """Take memory for other contributions, if there are any; return why there is none."""
         flow = self._worker.dataflow
         assert isinstance(flow, Dataflow)
-        try:
-            if len(flow.contributions(self._worker.slot)) > 1 and self.room is None:
-                self.room = [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
-        except (MemoryError, RuntimeError) as error:
-            if words_of(error) is None:
-                raise
-            for buffer in self._buffers:
-                buffer.grad_data.zero_()
-            return "there is no memory for other gradients beside it"
-        return None
+        if len(flow.contributions(self._worker.slot)) == 1 or self.room is not None:
+            return None
+        self.room = _if_there_is_memory(
+            lambda: [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
+        )
+        if self.room is not None:
+            return None
+        for buffer in self._buffers:
+            buffer.grad_data.zero_()
+        return "there is no memory for other gradients beside it"
 
     def _zero(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Gradients are zeroed: what stands is not touched, and all else is forgotten.
@@ -272,7 +277,10 @@ class KeptSums:
         A call in which passes count zeroes what it has added up before them.
         """
         if not self.stands:
-            if not self._counts:
+            if self._counts:
+                self._scaled.clear()
+                self._shards.clear()
+            else:
                 self._let_go()
             native(*args, **kwargs)
             return
@@ -290,3 +298,13 @@ class KeptSums:
         self.forget()
         if why_not is not None:
             self._step, self._epoch, self._why_not = step, epoch, why_not
+
+
+def _if_there_is_memory(make: Callable[[], Result]) -> Result | None:
+    """Return what ``make()`` makes; None where there is no memory for it."""
+    try:
+        return make()
+    except (MemoryError, RuntimeError) as error:
+        if words_of(error) is None:
+            raise
+    return None
