@@ -24,14 +24,15 @@ _COUNTERS = (
 )
 _ENERGY = ("_total_energy", "_lap_energy", "_last_energy")
 _TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
-# Of the rerun state machine: an enumeration, kept by its name.
-_STATE = "state"
+# Of the rerun state machine: enumerations, kept by their names.
+_ENUMERATIONS = ("state", "mode")
 # Of it: what it saves to rerun a step is made anew at the step's beginning.
 _NOT_KEPT = ("saved_state", "state_save_func", "state_restore_func")
-# Of it, what decides over reruns, and that no step runs; its other fields are about results of one
-# worker. Who comes later has nothing else to go back to where its first step is interrupted.
+# Of it, what decides over reruns, and that neither a step nor an evaluation runs; its other fields
+# are about results of one worker. Who comes later has nothing else to go back to where its first
+# step is interrupted, nor who is given a place where an evaluation is.
 _SHARED = (
-    *(_STATE, "current_iteration", "first_iteration_complete"),
+    *(*_ENUMERATIONS, "current_iteration", "first_iteration_complete"),
     *("large_value_counts", "max_values"),
 )
 
@@ -72,7 +73,7 @@ class SideState(Part):
                 for name, value in vars(machine).items()
                 if name not in _NOT_KEPT
             }
-            | {_STATE: machine.state.name},
+            | {name: getattr(machine, name).name for name in _ENUMERATIONS},
             positions=[loader.position for loader in self._loaders],
             energy={name: getattr(_energy_monitor(), name) for name in _ENERGY},
         )
@@ -87,8 +88,9 @@ class SideState(Part):
             if name in timers:
                 vars(timers[name]).update(fields)
         machine = get_rerun_state_machine()
-        state = type(machine.state)[kept["reruns"][_STATE]]
-        vars(machine).update(detached_copy(kept["reruns"]) | {_STATE: state})
+        named = {name: type(getattr(machine, name)) for name in _ENUMERATIONS}
+        values = {name: one[kept["reruns"][name]] for name, one in named.items()}
+        vars(machine).update(detached_copy(kept["reruns"]) | values)
         vars(_energy_monitor()).update(kept["energy"])
         for loader, position in zip(self._loaders, kept["positions"], strict=True):
             loader.position = position

@@ -15,6 +15,7 @@ from megatron.core.rerun_state_machine import (
     Call,
     Caller,
     RerunDiagnostic,
+    RerunMode,
     RerunState,
     RerunStateMachine,
 )
@@ -59,6 +60,18 @@ def test_a_result_with_its_graph_is_kept_and_put_back(
         state.put_back(kept)
         assert machine.state == RerunState.INITIAL_RUN
         assert torch.isnan(machine.initial_result) and not machine.initial_result.requires_grad
+
+
+def test_who_is_given_the_state_of_another_inside_an_evaluation_validates_its_step(
+    args: argparse.Namespace, machine: RerunStateMachine
+) -> None:
+    """An evaluation disables the machine: all redo the step before it, and meet in a reduction."""
+    machine.mode = RerunMode.VALIDATE_RESULTS
+    state = SideState([])
+    given = state.shared(state.keep())
+    machine.set_mode(RerunMode.DISABLED)
+    state.put_back(given)
+    assert machine.get_mode() == RerunMode.VALIDATE_RESULTS
 
 
 def test_what_a_step_saves_of_its_results_and_injected_errors_is_put_back(
