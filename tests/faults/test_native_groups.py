@@ -67,8 +67,8 @@ def check_order(run: Outcome, reference: Reference) -> None:
     over_links = reference(replace(run.spec, script=str(SCRIPT)))
     assert undisturbed.trace() == over_links.trace() and not native(over_links, "make")
     for one in (run, undisturbed):
-        copied = native(one, "alltoall")
-        assert copied and min(call["size"] for call in copied) > 2
+        # Whole replicas of two travel by it as well, to be added in their order.
+        assert any(call["size"] > 2 for call in native(one, "alltoall"))
         for summed in ("reduce_scatter_single_coalesced", "reduce_scatter_single"):
             assert all(call["size"] <= 2 for call in native(one, summed))
 
