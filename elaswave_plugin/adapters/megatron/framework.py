@@ -556,6 +556,9 @@ class MegatronFramework:
         for number, bucket in enumerate(buffers.buckets(self.chunks)):
             if number not in self._weights_in_place:
                 buffers.gather_weights(bucket, self._group)
+        for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
+            # Forward passes find them whole: who runs none in a redo would not take part.
+            group.param_gather_dispatched = True
         return self.weights_digest()
 
     def weights_digest(self) -> int:

@@ -139,6 +139,11 @@ class Microbatches:
             self._worker.placement = replace(placement, whole=False)
 
     @property
+    def has_kept(self) -> bool:
+        """True if the last call has not run all of its micro-batches, as a struck step had some."""
+        return len(self.executed) < len(self.reports)
+
+    @property
     def reports_losses(self) -> bool:
         """True if the losses of what this worker runs are counted here: once for each."""
         coordinate, flow = self.coordinate, self.flow
@@ -435,11 +440,9 @@ class Microbatches:
 
 
 def _add_gradients_only(models: BoundModels) -> bool:
-    """Return whether passes of a micro-batch add up gradients, and neither count nor gather."""
+    """Return whether passes of a micro-batch add up gradients, and count nothing beside."""
     chunk = models.chunks[0]
-    has_experts = chunk.config.num_moe_experts is not None
-    gathers = chunk.ddp_config.overlap_param_gather
-    return len(models.models) == 1 and not has_experts and not gathers
+    return len(models.models) == 1 and chunk.config.num_moe_experts is None
 
 
 def _reimplemented(models: BoundModels) -> list[Row]:

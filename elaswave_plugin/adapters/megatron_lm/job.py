@@ -11,7 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunState,
+    get_rerun_state_machine,
+)
 
 from elaswave_plugin.adapters import reimplemented
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
@@ -52,6 +56,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
+from elaswave_plugin.values.gathered import gathered
 
 Result = TypeVar("Result")
 Loader = MicrobatchLoader | ExternalLoader
@@ -118,6 +123,8 @@ class LmJob:
         self._train_data: Any = None
         # Megatron-LM's iterators of the present call, which can replay a step's batches.
         self._replays: list[RerunDataIterator] = []
+        # Whether it runs a step again whose samples are counted already.
+        self._rereads = False
         self.variables = LoopVariables(args)
         self.router_losses: RouterLosses | None = None
         if args.num_experts is not None:
@@ -190,7 +197,8 @@ class LmJob:
         return loader
 
     def _consume(self, microbatch: int, ids: Sequence[int]) -> None:
-        self._microbatches.consume(self.worker.completed, microbatch, tuple(ids))
+        if not self._rereads:
+            self._microbatches.consume(self.worker.completed, microbatch, tuple(ids))
 
     def bind(
         self,
@@ -238,6 +246,7 @@ class LmJob:
             micro_batch_size=args.micro_batch_size,
             seed=self._seed,
             passes_undone=self._passes_undone,
+            is_as_begun=self._state.is_as_begun,
             why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
@@ -345,6 +354,20 @@ class LmJob:
         self.variables.first_step()
         self._loop.step(self._pass_over)
 
+    def _is_judged_anew(self) -> bool:
+        """Return whether the step that the rerun machine runs again has gone on from kept sums.
+
+        Its results are then not those of the redo, of which part was not read either: all of it is
+        run as at first. Collective over WORLD, as some workers may have kept none.
+        """
+        if not any(gathered(self._microbatches.has_kept)):
+            return False
+        machine = get_rerun_state_machine()
+        machine.state, machine.rerun_requested = RerunState.INITIAL_RUN, False
+        for one in self._replays:
+            one.advance()
+        return True
+
     def _pass_over(self, iteration: int) -> StepReport:
         self._args.curr_iteration = iteration
         machine, count = get_rerun_state_machine(), self.width * get_num_microbatches()
@@ -383,6 +406,7 @@ class LmJob:
                 self.worker.phases.enter("data")
             share_batches(external, uneven, self.worker)
         self._replays = [one for one in iterators if isinstance(one, RerunDataIterator)]
+        self._rereads = any(one.replaying for one in self._replays) and self._is_judged_anew()
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
             if self.router_losses is not None:

@@ -28,6 +28,8 @@ _TIMER = ("_elapsed", "_active_time", "_started", "_start_time")
 _ENUMERATIONS = ("state", "mode")
 # Of it: what it saves to rerun a step is made anew at the step's beginning.
 _NOT_KEPT = ("saved_state", "state_save_func", "state_restore_func")
+# Of it, what passes leave only where a result was rejected, was the largest yet, or is reported.
+_OF_RESULTS = ("rerun_requested", "large_value_counts", "max_values", "saved_results")
 # Of it, what decides over reruns, and that neither a step nor an evaluation runs; its other fields
 # are about results of one worker. Who comes later has nothing else to go back to where its first
 # step is interrupted, nor who is given a place where an evaluation is.
@@ -94,6 +96,18 @@ class SideState(Part):
         vars(_energy_monitor()).update(kept["energy"])
         for loader, position in zip(self._loaders, kept["positions"], strict=True):
             loader.position = position
+
+    def is_still(self, kept: Kept) -> bool:
+        """Return whether passes have left nothing that their step has to have, kept ``before``.
+
+        It has other times, and counts itself anew.
+        """
+        now: Any = self.keep()
+        before: Any = kept
+        names = ("counters", "batch", "positions", "energy")
+        results = (one["reruns"] for one in (now, before))
+        first, second = ([of[name] for name in _OF_RESULTS] for of in results)
+        return first == second and all(now[name] == before[name] for name in names)
 
     def shared(self, kept: Kept) -> Kept:
         """Return the part that holds for every worker."""

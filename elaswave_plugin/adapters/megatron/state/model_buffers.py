@@ -98,8 +98,8 @@ class ModelBuffers(Part):
         self._changes.check(self._present_values(), kept["values"])
 
     def is_still(self, kept: Any) -> bool:
-        """Return whether passes change none."""
-        return not self.changing
+        """Return whether passes change none; a step in which they may not ends by it."""
+        return not (self.is_carried and self.changing)
 
     def proof(self) -> int:
         """Digest what is alike on all: the unchanging values, and those of every replica."""
