@@ -60,6 +60,9 @@ def recoveries_of(run: RunFiles) -> list[Record]:
 
     `mttr_s` runs from the first fault that this recovery answers to the moment when the last
     survivor had completed the first step after it; phases are those of the slowest survivor.
+    `cost_s` runs from the beginning of the interrupted step to its completion everywhere, less a
+    step of before; `whole_cost_s` is what it would be had nobody kept work of that step. Both are
+    None where that is not known.
     """
     reports: dict[int, list[Record]] = {}
     for event in run.of_kind("recovered"):
@@ -72,6 +75,8 @@ def recoveries_of(run: RunFiles) -> list[Record]:
         phases = _slowest_phases(run, epoch, reports[epoch], fault_s)
         reported_s = max(float(event["mttr_s"]) for event in reports[epoch])
         seen = done_s is not None and fault_s is not None
+        cost_s = _cost_s(reports[epoch], done_s, _step_before_s(run, epoch))
+        kept_s = max(float(event.get("kept_s", 0.0)) for event in reports[epoch])
         found.append(
             {
                 "epoch": epoch,
@@ -79,6 +84,9 @@ def recoveries_of(run: RunFiles) -> list[Record]:
                 "phases_s": phases,
                 "mttr_s": done_s - fault_s if seen and done_s and fault_s else reported_s,
                 "reported_mttr_s": reported_s,
+                "step_before_s": _step_before_s(run, epoch),
+                "cost_s": cost_s,
+                "whole_cost_s": None if cost_s is None else cost_s + kept_s,
                 "bytes_moved": int(reports[epoch][0]["bytes_moved"]),
                 "restored_step": int(reports[epoch][0]["restored_step"]),
                 "survivors": sorted(event["slot"] for event in reports[epoch]),
@@ -86,6 +94,20 @@ def recoveries_of(run: RunFiles) -> list[Record]:
         )
         answered_s = done_s if done_s is not None else answered_s
     return found
+
+
+def _step_before_s(run: RunFiles, epoch: int) -> float | None:
+    """Return the median seconds of a step in the views before; None where they had one step."""
+    times = [one["median_step_s"] for one in throughput(run) if one["epoch"] < epoch]
+    return next((float(time_s) for time_s in reversed(times) if time_s is not None), None)
+
+
+def _cost_s(reports: Sequence[Record], done_s: float | None, step_s: float | None) -> float | None:
+    """Return what a loss cost in seconds; None for a run of a version that does not tell."""
+    begun = [float(one["begun_at_s"]) for one in reports if "begun_at_s" in one]
+    if not begun or done_s is None or step_s is None:
+        return None
+    return done_s - min(begun) - step_s
 
 
 def survivor_pids_unchanged(run: RunFiles) -> bool:

@@ -84,6 +84,10 @@ def _recoveries(summary: Record) -> list[RenderableType]:
         times = (f"{name} {_ms(seconds)}" for name, seconds in one["phases_s"].items())
         took = "fault to the next completed step"
         table.add_row(str(one["epoch"]), took, _ms(one["mttr_s"]), "  ".join(times))
+        if one["cost_s"] is not None:
+            cost, whole = (one[name] / one["step_before_s"] for name in ("cost_s", "whole_cost_s"))
+            steps = f"{cost:.2f} of a step; with all of that step again about {whole:.2f}"
+            table.add_row("", "beyond a step as before", _ms(one["cost_s"]), steps)
     for one in summary["joins"]:
         took = f"worker {one['slot']} came: the others stood still"
         table.add_row(str(one["epoch"]), took, _ms(one["stall_s"]), "")

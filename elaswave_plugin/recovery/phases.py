@@ -42,6 +42,8 @@ class Phases:
         self._draft: Path | None = None
         self.replaying = False
         self.seconds: dict[str, float] = {}
+        self.began_s: float | None = None
+        """When the step began that runs, by the monotonic clock; None between two steps."""
 
     @property
     def step(self) -> int:
@@ -55,15 +57,17 @@ class Phases:
 
     def begin_step(self, number: int) -> None:
         """A step begins, or begins again."""
-        self.step = number
+        self.step, self.began_s = number, time.monotonic()
         self._clock.enter("begin")
 
     def end_step(self) -> None:
         """A step is complete; the script may do what it wants before the next."""
+        self.began_s = None
         self._clock.step_over()
 
     def between_steps(self) -> None:
         """Announce the script's own work, of unknown length."""
+        self.began_s = None
         self._clock.outside(BETWEEN_STEPS)
 
     def announce(self, phase: str) -> None:

@@ -23,6 +23,12 @@ class RecoveryRecord:
         self._rung_at_s = 0.0
         self._started_s = 0.0
         self._replay_started_s = 0.0
+        # Since the last event: when the step began that was interrupted, by the wall clock, and
+        # for how long it was worked on.
+        self._begun_at_s: float | None = None
+        self._worked_s = 0.0
+        self.kept_s = 0.0
+        """The seconds of that work which the redo has not to do again."""
         # What is known when work begins again; None once the event is written.
         self._fields: dict[str, object] | None = None
         # None for a newcomer, which has worked under none.
@@ -39,6 +45,12 @@ class RecoveryRecord:
         if self._fields is None:
             self._ranks_before = ranks
         self._rung_at_s, self._started_s = time.time(), time.monotonic()
+        began_s = self._phases.began_s
+        worked_s = 0.0 if began_s is None else self._started_s - began_s
+        self._phases.began_s, self.kept_s = None, 0.0
+        if self._begun_at_s is None:
+            self._begun_at_s = self._rung_at_s - worked_s
+        self._worked_s += worked_s
         self._phases.seconds = {}
         self.followed = Followed()
 
@@ -87,8 +99,12 @@ class RecoveryRecord:
             "fetched_bytes": self._fetched_bytes + self.followed.fetched_bytes,
             "followed_s": self.followed.seconds,
             "followed_late_s": self.followed.late_s,
+            "begun_at_s": self._begun_at_s,
+            "kept_s": self.kept_s,
+            "thrown_s": max(0.0, self._worked_s - self.kept_s),
         }
-        self._fields = None
+        self._fields = self._begun_at_s = None
+        self._worked_s = 0.0
         speaker, line = _line(self._plan, fields, before=self._ranks_before)
         if speaker == self._slot:
             say(f"{line}{self._heir(self._plan.ranks[0])}")

@@ -478,6 +478,10 @@ class Worker:
             self._asked_for_interval = True
             self.member.replan(f"steps wait for snapshots: one after every {wanted} from now on")
 
+    def keep_work(self, seconds: float) -> None:
+        """The redo of a step goes on from what took so long."""
+        self._record.kept_s = seconds
+
     def recovery_over(self) -> dict[str, object] | None:
         """Work was completed: the record of the recovery that led to it, if one did."""
         record = self._record.over()

@@ -39,6 +39,7 @@ def test_behind_the_last_pass_nothing_is_run_twice(
     struck = run(spec)
     check_equal(struck, reference(spec))
     assert kept(struck) == {(2, slot): [slot + 4 * n for n in range(4)] for slot in (0, 2, 3)}
+    assert all(one["kept_s"] > 0 for one in struck.events("recovered"))
     # All of the batch, and once more what the lost worker had.
     assert sorted(k for _, k in read(struck)) == sorted([*range(16), 1, 5, 9, 13])
 

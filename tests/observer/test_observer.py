@@ -1,16 +1,19 @@
 """The outside reader finds what is true of a run, and each thing that could be wrong with it."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from elaswave_plugin.config import Kill
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer import observer
 from elaswave_plugin.observer.observer import summarize
+from elaswave_plugin.observer.report_screen import draw_summary
 from elaswave_plugin.observer.run import read_run
 from elaswave_plugin.tracking.state_dump import StateDumpError, differing_names, hash_state
 from tests.observer.made_up import (
@@ -71,6 +74,27 @@ def test_summary_of_a_recovered_run(tmp_path: Path) -> None:
     assert recovery["phases_s"]["detect"] == pytest.approx(0.002)
     assert recovery["phases_s"]["replay"] == pytest.approx(0.13)
     json.dumps(got)
+
+
+def test_what_a_loss_cost_counts_from_the_beginning_of_its_step(tmp_path: Path) -> None:
+    """Runs of versions that do not tell it have no such figure."""
+
+    def told(name: str, record: dict[str, Any]) -> dict[str, Any] | None:
+        if record.get("kind") != "recovered":
+            return record
+        # Of steps that took 0.1 s; the loss struck when 0.06 s were done, of which 0.05 s are kept.
+        return {**record, "begun_at_s": 1.3 - 0.06, "kept_s": 0.05 - record["slot"] / 100}
+
+    (recovery,) = summary(tmp_path, change=told)["recoveries"]
+    done_s = 1.3 + 0.25 + 0.125 + 0.003
+    assert recovery["step_before_s"] == 0.1
+    assert recovery["cost_s"] == pytest.approx(done_s - (1.3 - 0.06) - 0.1)
+    assert recovery["whole_cost_s"] == pytest.approx(recovery["cost_s"] + 0.05)
+    shown = StringIO()
+    Console(file=shown, width=200).print(draw_summary(summary(tmp_path / "again", change=told)))
+    assert "3.38 of a step; with all of that step again about 3.88" in shown.getvalue()
+    (recovery,) = summary(tmp_path / "old")["recoveries"]
+    assert recovery["cost_s"] is recovery["whole_cost_s"] is None
 
 
 def test_a_loss_in_the_first_step_leaves_nothing_from_before(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ over its own shard of each bucket, which is copied before. Each worker decides b
 goes on: the deal and the order of sums are the same either way.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -55,6 +56,8 @@ class KeptSums:
         # The micro-batches that the call that runs does not run again.
         self._earlier: tuple[int, ...] = ()
         self._step = self._epoch = -1
+        # When passes began that go on, and how long it took to make what is kept.
+        self._began_s = self._made_s = 0.0
         # Why nothing is kept, if so.
         self._why_not: str | None = None
         self._in_backward = self._counts = False
@@ -87,6 +90,7 @@ class KeptSums:
         self.forget()
         self.contribution = contribution
         self._step, self._epoch, self._counts = step, epoch, True
+        self._began_s = time.monotonic()
 
     def noted(
         self, forward_step: Callable[..., Any], newest: Callable[[], Any]
@@ -114,6 +118,8 @@ class KeptSums:
         def end() -> None:
             self.reports.append(newest())
             self.tokens.append(tokens)
+            self._made_s += time.monotonic() - self._began_s
+            self._began_s = time.monotonic()
             self._complete_first(False)
 
         def begin(gradient: torch.Tensor) -> None:
@@ -139,7 +145,7 @@ class KeptSums:
         """Inside, passes add to other memory."""
         self._counts = False
         yield
-        self._counts = True
+        self._counts, self._began_s = True, time.monotonic()
 
     def before_reduction(self, bucket: Any, shard: torch.Tensor) -> None:
         """Copy this worker's shard of a bucket, over which the reduced one is written."""
@@ -252,6 +258,8 @@ class KeptSums:
         if why_not:
             self.forget()
             return ()
+        worker.keep_work(self._made_s)
+        self._began_s = time.monotonic()
         self._epoch, self._versions = worker.view.epoch, None
         self._earlier, self._counts = self.done, True
         return self._earlier
