@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("accelerate")
 
+from elaswave_plugin.adapters.deepspeed.accelerate.script_record import ScriptRecord
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec, check_recovered
 from tests.deepspeed.test_hf import printed
@@ -21,6 +24,16 @@ from tests.sample import sampled
 
 COUNTING = str(SCRIPTS / "hf_counting.py")
 STEPS = 9
+
+
+def test_a_script_without_a_record_is_not_behind() -> None:
+    """A Trainer makes the steps by itself: who comes back as rank 0 is its main process."""
+    job = MagicMock()
+    job.loop.worker.detached = True
+    record = ScriptRecord(job, on_caught_up=lambda: None)
+    assert not record.is_late
+    record.keep(SimpleNamespace(forward=lambda: None))
+    assert record.is_late
 
 
 def spec_of(kills: tuple[str, ...], changes: tuple[str, ...], **more: Any) -> EngineSpec:

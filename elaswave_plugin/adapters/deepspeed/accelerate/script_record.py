@@ -35,7 +35,7 @@ class ScriptRecord:
         """``on_caught_up()``: the script of a later worker makes its first call with the others."""
         self._job = job
         self._on_caught_up = on_caught_up
-        self.is_late = job.loop.worker.detached
+        self.is_late = False
         """Whether this worker came later, and the others have behind them what its script is at."""
         self._calls = SharedRecord(own=_OWN, when_level=self._level)
         # The checkpoints that the script has loaded at its start.
@@ -56,6 +56,7 @@ class ScriptRecord:
     def keep(self, engine: Any) -> None:
         """Keep a record, of this engine's passes as well."""
         self._is_kept = self._job.loop.meets = True
+        self.is_late = self._job.loop.worker.detached
         engine.forward = wraps(engine.forward)(partial(self.forward, engine.forward))
         self._job.news.script = self
         worker = self._job.loop.worker
