@@ -104,9 +104,10 @@ class SideState(Part):
         """
         now: Any = self.keep()
         before: Any = kept
-        names = ("counters", "batch", "positions", "energy")
+        names = ("counters", "batch", "positions")
         results = (one["reruns"] for one in (now, before))
-        first, second = ([of[name] for name in _OF_RESULTS] for of in results)
+        # Who was given another one's state has of it what is shared.
+        first, second = ([of.get(name) or None for name in _OF_RESULTS] for of in results)
         return first == second and all(now[name] == before[name] for name in names)
 
     def shared(self, kept: Kept) -> Kept:

@@ -69,9 +69,21 @@ def test_who_is_given_the_state_of_another_inside_an_evaluation_validates_its_st
     machine.mode = RerunMode.VALIDATE_RESULTS
     state = SideState([])
     given = state.shared(state.keep())
+    assert state.is_still(given)
     machine.set_mode(RerunMode.DISABLED)
     state.put_back(given)
     assert machine.get_mode() == RerunMode.VALIDATE_RESULTS
+
+
+def test_a_step_that_has_a_result_rejected_keeps_no_sums(
+    args: argparse.Namespace, machine: RerunStateMachine
+) -> None:
+    state = SideState([])
+    before = state.keep()
+    machine.state, machine.current_iteration = RerunState.INITIAL_RUN, 7
+    assert state.is_still(before)
+    machine.rerun_requested = True
+    assert not state.is_still(before)
 
 
 def test_what_a_step_saves_of_its_results_and_injected_errors_is_put_back(
