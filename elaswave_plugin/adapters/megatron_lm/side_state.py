@@ -98,9 +98,9 @@ class SideState(Part):
             loader.position = position
 
     def is_still(self, kept: Kept) -> bool:
-        """Return whether passes have left nothing that their step has to have, kept ``before``.
+        """Return whether passes have left nothing that a redo does not make; ``kept`` before them.
 
-        It has other times, and counts itself anew.
+        Times and the machine's counts of a step are made anew.
         """
         now: Any = self.keep()
         before: Any = kept
