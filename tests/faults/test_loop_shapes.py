@@ -100,9 +100,13 @@ def test_a_group_of_some_workers_meets_behind_an_update(
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1", moment="3:forward")
-def test_who_has_left_a_group_tells_what_it_had_there(run: Launch, reference: Reference) -> None:
+def test_who_has_left_a_group_tells_what_it_had_there(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
     # Nothing of all workers is between the call and the next step.
-    spec = replace(BRIDGE, options=(SEED, *PP2))
+    elapsed = 'timers("interval-time").elapsed(barrier='
+    script = bridge_loop.write(tmp_path, (f"{elapsed}True", f"{elapsed}False"))
+    spec = replace(BRIDGE, script=script, options=(SEED, *PP2))
     sabotage = MEETS.format(group=_REPLICAS, dies=-1, holds=2)
     survived = run(replace(spec, sabotage=sabotage, kills=("1@3:forward",)))
     assert [event["slot"] for event in survived.events("met")] == [2]
