@@ -62,3 +62,29 @@ def test_it_comes_back(
     back = run(replace(spec, options=(*spec.options, *sizes)))
     check_equal(back, reference(replace(VERBS, options=(*VERBS.options, *sizes))))
     assert len(back.events("entered")) == 1
+
+
+# A pass of a pipeline whose stages are unequally wide must wait for no worker of its own stage.
+NONE_IN_A_PASS = """
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
+forward, start, inside = RaggedPipeline._forward, Group.start_param_sync, []
+def passing(self, *args):
+    inside.append(None)
+    forward(self, *args)
+    inside.pop()
+def gathering(self, *args, **more):
+    assert not inside, "a forward pass gathers weights"
+    start(self, *args, **more)
+RaggedPipeline._forward, Group.start_param_sync = passing, gathering
+"""
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:forward")
+def test_no_pass_waits_for_a_worker_of_its_stage(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    spec = saving("own", tmp_path, "none", "1@2:forward", sabotage=NONE_IN_A_PASS)
+    options = (*VERBS.options, SEED, *PP2)
+    struck = run(replace(spec, options=options))
+    check_equal(struck, reference(replace(VERBS, options=(*VERBS.options, *PP2))))

@@ -99,6 +99,7 @@ class RaggedPipeline:
         Only the last stage reports losses.
         """
         losses: list[Any] = []
+        self._gather_weights()
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         with ExitStack() as stack:
             for chunk in self._chunks:
@@ -122,6 +123,22 @@ class RaggedPipeline:
         if not forward_only and self._config.finalize_model_grads_func is not None:
             self._finalize()
         return losses
+
+    def _gather_weights(self) -> None:
+        """Have the weights whole that forward passes would gather.
+
+        Workers of a stage come to their first passes in turn, and one that waits for another in a
+        gather would hold up the stage that has to feed that one.
+        """
+        gathering = (chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles)
+        groups = [group for chunk in gathering for group in chunk.bucket_groups]
+        for group in groups:
+            if not group.param_gather_dispatched:
+                group.start_param_sync()
+        for group in groups:
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
 
     def _accumulators(self) -> GradAccumulators:
         kept = None if self._in_place is None else self._in_place.microbatches[0]
