@@ -61,7 +61,7 @@ class ProcessorWaits:
     """The waits of a process since it last made progress, as far as it has been watched."""
 
     def __init__(self) -> None:
-        self._since_s = self._total_s = self._called_s = 0.0
+        self._since_s = self._total_s = 0.0
         # By thread, all its waits at the last call.
         self._waited_s: dict[int, float] = {}
         # By thread, what was counted last, and since when it stands in line with that.
@@ -79,7 +79,7 @@ class ProcessorWaits:
             return 0.0
         counted = _scheduled(pid)
         if since_s != self._since_s:
-            self._since_s, self._called_s, self._total_s = since_s, now_s, 0.0
+            self._since_s, self._total_s = since_s, 0.0
             self._waited_s, self._in_line = {}, {}
         if not counted:  # it has ended
             return 0.0
@@ -92,9 +92,7 @@ class ProcessorWaits:
             waited_s = one.waited_ns / _NS + now_s - self._in_line[tid][1]
             longest_s = max(longest_s, waited_s - self._waited_s.get(tid, waited_s))
             self._waited_s[tid] = waited_s
-        # A wait may have begun before the first call, and is counted as a whole.
-        self._total_s += min(longest_s, now_s - self._called_s)
-        self._called_s = now_s
+        self._total_s += longest_s
         return self._total_s
 
 
