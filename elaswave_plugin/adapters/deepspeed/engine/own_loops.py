@@ -33,7 +33,7 @@ class OwnLoops:
         self._layers_told = False
         # Whether batches of samples with different keys are nothing new, or told.
         self._mixes = False
-        self._evaluation_told = False
+        self._evaluation_told = self._draws_told = False
         # Lines of the script that ask for the width or for what all workers have, by what first.
         self._lines: dict[str, str] = {}
         self._told: set[str] = set()
@@ -108,6 +108,18 @@ class OwnLoops:
                 " batches, or order the data so that all workers have the same keys at once"
                 f" ({_PAGE})"
             )
+
+    def draws_together(self, shape: tuple[int, ...]) -> None:
+        """Warn once of numbers that are drawn for no sample of its own."""
+        if self._draws_told or not self._worker.owns_rank_0:
+            return
+        self._draws_told = True
+        say(
+            f"a pass draws numbers of the shape {shape}, in which no dimension is that of the"
+            " samples: after a loss of workers a share is drawn for with those of its first"
+            " micro-batch, and the losses differ from those of a run without a loss; draw for each"
+            f" sample ({_PAGE})"
+        )
 
     def _tell_bare(self, line: str | None) -> None:
         """Name a line once, the first time that it runs, before a loss has met it."""
