@@ -342,3 +342,20 @@ def test_attention_that_draws_again_backward_has_its_whole_micro_batch(
         assert one.told == []
     finally:
         library._destroy()
+
+
+def test_so_has_a_kernel_of_torch_above_autograd(passes: Callable[..., Passes]) -> None:
+    def gradient(share: Interval) -> torch.Tensor:
+        one.cut.begin(parts_of(share, WHOLES, key))
+        x = SAMPLES[slice(*share)].clone().requires_grad_()
+        (
+            torch.native_dropout(x * x, 0.3, True)[0] * torch.native_dropout(x, 0.5, True)[0]
+        ).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    one = passes()
+    whole = torch.cat([gradient(share) for share in WHOLES])
+    one.cut._kernels._library = library = torch.library.Library("aten", "IMPL")
+    one.cut._kernels.replace(library, "aten::native_dropout", "AutogradCPU")
+    assert torch.equal(gradient((2, 7)), whole[2:7])

@@ -20,12 +20,13 @@ from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
 LOOPS = ("engine", "accelerate", "trainer")
-KINDS = ("sdpa", "eager", "lora", "recomputed", "functional")
+KINDS = ("sdpa", "eager", "lora", "recomputed", "functional", "collated")
 STAGES = range(4)
 # Of losses and norms; of weights, by the norm of their difference.
 BOUND = 1e-5
 # The gradient of the keys' bias is nothing but rounding, which Adam makes as large as any other.
 ROUNDING = ("attn.c_attn.bias",)
+TOLD = "in which no dimension is that of the samples"
 # A share draws as one micro-batch, whatever it is made up of.
 BY_SHARE = (
     "from elaswave_plugin.adapters import cut_draws;"
@@ -112,7 +113,7 @@ def test_losses_keep_the_draws_of_every_sample(
     assert max_relative_difference(killed, undisturbed) <= FP32_BOUND
     check_norms(killed, undisturbed)
     check_weights(killed, undisturbed)
-    assert "no dimension is that of the samples" not in killed.output
+    assert TOLD not in killed.output
 
 
 @proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="1:backward")
@@ -123,3 +124,17 @@ def test_draws_of_a_share_are_seen(run: Launch, reference: Launch, loop: str, ki
     killed = run(spec)
     check_survived(killed)
     assert max_relative_difference(killed, reference(spec)) > 10 * BOUND
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="1:backward")
+def test_one_draw_for_all_samples_is_told_in_the_first_step(
+    run: Launch, twin: Twin, reference: Launch
+) -> None:
+    spec = spec_of(2, "engine", "together", "backward")
+    killed, undisturbed = run(spec), reference(spec)
+    for one in (killed, undisturbed, twin(killed)):
+        check_survived(one)
+        assert one.output.count(f"numbers of the shape (), {TOLD}") == 1
+    assert killed.trace() == twin(killed).trace()
+    # Behind it, the others are those of each sample; it is another number for some of them.
+    assert BOUND < max_relative_difference(killed, undisturbed) < 1e-2

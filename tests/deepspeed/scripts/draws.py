@@ -1,11 +1,13 @@
 """GPT-2 with dropout or other draws, in a loop of the engine, of Accelerate or of a Trainer."""
 
 import argparse
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs, set_seed
@@ -16,22 +18,37 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from train_accelerate import collate
 from train_deepspeed import TextDataset
 
-KINDS = ("sdpa", "eager", "lora", "recomputed", "functional")
+KINDS = ("sdpa", "eager", "lora", "recomputed", "functional", "collated", "together")
 LOOPS = ("engine", "accelerate", "trainer")
 
 
-class Drawing(torch.nn.Module):
-    """A model whose inputs and loss draw by functions, for each sample."""
+def noisy(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Collate samples, with tokens changed by three generators."""
+    batch = collate(samples)
+    tokens, shape = batch["input_ids"], batch["input_ids"].shape
+    changed = tokens.where(torch.rand(shape) > 0.1, torch.randint(256, shape))
+    by_numpy = torch.from_numpy(numpy.random.rand(*shape) < 0.1)
+    shift = random.choices(range(256), k=len(samples))
+    return {
+        "input_ids": (changed + by_numpy * torch.tensor(shift)[:, None]) % 256,
+        "labels": batch["labels"],
+    }
 
-    def __init__(self, model: torch.nn.Module) -> None:
+
+class Drawing(torch.nn.Module):
+    """A model whose inputs and loss draw by functions, for each sample or all together."""
+
+    def __init__(self, model: torch.nn.Module, *, together: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.together = model, together
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
         """Return the loss, a mean over samples."""
         given: torch.Tensor = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
         given = given + 0.05 * torch.randn_like(given) * torch.rand(len(given), 1, 1)
         given = functional.dropout(given, 0.1)
+        if self.together:
+            given = given * (0.5 + torch.rand(()))
         kept = torch.bernoulli(torch.full(labels.shape, 0.8)).bool()
         places = torch.multinomial(torch.ones(len(labels), 8), 4)
         logits = self.model(inputs_embeds=given).logits.float()[:, :-1].transpose(1, 2)
@@ -42,7 +59,7 @@ class Drawing(torch.nn.Module):
 
 def build(kind: str) -> torch.nn.Module:
     """A small model of random weights."""
-    rate = 0.0 if kind in ("lora", "functional") else 0.1
+    rate = 0.1 if kind in ("sdpa", "eager", "recomputed") else 0.0
     config = GPT2Config(
         vocab_size=256,
         n_positions=32,
@@ -67,10 +84,11 @@ def build(kind: str) -> torch.nn.Module:
             model,
             LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True),
         )
-    return Drawing(model) if kind == "functional" else model
+    draws = kind in ("functional", "together")
+    return Drawing(model, together=kind == "together") if draws else model
 
 
-def by_engine(model: torch.nn.Module, dataset: Any, config: str, steps: int) -> None:
+def by_engine(model: Any, dataset: Any, collate: Any, config: str, steps: int) -> None:
     """A loop of one's own."""
     trained = [one for one in model.parameters() if one.requires_grad]
     engine, _, loader, _ = deepspeed.initialize(
@@ -89,7 +107,9 @@ def by_engine(model: torch.nn.Module, dataset: Any, config: str, steps: int) -> 
     engine.destroy()
 
 
-def by_accelerate(model: torch.nn.Module, dataset: Any, config: str, steps: int, size: int) -> None:
+def by_accelerate(
+    model: Any, dataset: Any, collate: Any, config: str, steps: int, size: int
+) -> None:
     """A loop that Accelerate drives."""
     cpu = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
     accelerator = Accelerator(
@@ -110,7 +130,9 @@ def by_accelerate(model: torch.nn.Module, dataset: Any, config: str, steps: int,
     accelerator.end_training()
 
 
-def by_trainer(model: Any, dataset: Any, config: str, steps: int, size: int, parts: int) -> None:
+def by_trainer(
+    model: Any, dataset: Any, collate: Any, config: str, steps: int, size: int, parts: int
+) -> None:
     """A Trainer."""
     arguments = TrainingArguments(
         output_dir=str(Path(config).parent / "trainer"),
@@ -140,7 +162,8 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     set_seed(7)
     model, dataset = build(args.kind), TextDataset(None, 32, 192)
-    job = model, dataset, args.deepspeed_config, args.steps
+    by = noisy if args.kind == "collated" else collate
+    job = model, dataset, by, args.deepspeed_config, args.steps
     if args.loop == "engine":
         by_engine(*job)
     elif args.loop == "accelerate":

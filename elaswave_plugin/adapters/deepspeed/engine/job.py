@@ -487,6 +487,8 @@ class EngineJob(AttachedEngine):
             check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
         loader.on_void = self.own_loops.leaves_first_epoch
         loader.on_mixed = self.own_loops.mixes
+        loader.on_collated = self.own_loops.collates
+        loader.launch = self.launch_intervals
         self.news.expect(loader)
 
     @abandoning
