@@ -75,6 +75,17 @@ def hash_state(directory: Path, step: int | None = None) -> StateHash:
     return StateHash(step=step, epoch=epoch, sha256=whole.hexdigest(), by_name=tuple(by_name))
 
 
+def parts_in(directory: Path, step: int, part: str) -> dict[str, npt.NDArray[np.float32]]:
+    """Return one part of all parameters at a step, flattened, by name; raises StateDumpError."""
+    folder = _folder(directory, step)
+    _, numel, pieces = _read(folder)
+    return {
+        name: np.frombuffer(_assembled(folder, name, part, total, pieces[name, part]), np.float32)
+        for name, total in numel.items()
+        if (name, part) in pieces
+    }
+
+
 def differing_names(first: StateHash, second: StateHash) -> tuple[str, ...]:
     """Return the parameters whose state differs or that only one of the two has."""
     return tuple(sorted({name for name, _ in set(first.by_name) ^ set(second.by_name)}))

@@ -76,9 +76,7 @@ def test_weights_draws_and_epochs_follow_the_job(
     killed = run(spec)
     assert killed.returncode == 0, killed.output[-4000:]
     assert killed.trace() == twin(killed).trace()
-    # A share of one worker's own draws differs from that of two.
-    if "--dropout=0.1" not in options:
-        check_tapes(killed, reference(spec), survivors=3)
+    check_tapes(killed, reference(spec), survivors=3)
 
 
 @proves(Kind.KILL, Promise.PLANNED)

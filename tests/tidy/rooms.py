@@ -77,7 +77,7 @@ adapters/deepspeed/pipeline: adapters adapters/deepspeed/compat adapters/deepspe
     core/recovery_plan core/step errors framework loops recovery step_state tracking values
 adapters/deepspeed/accelerate: adapters/deepspeed/compat adapters/deepspeed/engine errors ipc
     loops trainer values
-adapters/deepspeed/hf_trainer: adapters/deepspeed/accelerate adapters/deepspeed/compat
+adapters/deepspeed/hf_trainer: adapters adapters/deepspeed/accelerate adapters/deepspeed/compat
     adapters/deepspeed/engine core/step errors framework ipc kept loops loss_terms step_state
     tracking trainer values
 adapters/megatron_lm: adapters around adapters/megatron adapters/megatron/compat

@@ -116,8 +116,7 @@ _ROWS: tuple[tuple[str, ...], ...] = (
     (
         "generators of torch, its device, NumPy and Python",
         _DEEPSPEED,
-        "put back; torch is keyed by step and first sample, an item of a dataset by its place; "
-        "larger shares after a loss draw otherwise",
+        "put back; torch is keyed by step, micro-batch and row, an item of a dataset by its place",
         "from a survivor",
         "-",
         "the random generators",

@@ -5,12 +5,13 @@ The engine object stays the user's; three of its methods, and the loader, go thr
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.cut_draws import CutDraws, parts_of
 from elaswave_plugin.adapters.deepspeed.compat.patches import detached_patches
 from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     check_engine,
@@ -31,6 +32,7 @@ from elaswave_plugin.adapters.deepspeed.engine.checkpoint import (
 )
 from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
+from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import named, rows_of
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
 from elaswave_plugin.adapters.deepspeed.engine.own_loss import OwnLoss, Served
@@ -75,6 +77,8 @@ class EngineJob(AttachedEngine):
         )
         num_samples = self._micro_batch_size * self._width
         worker.bind(framework, deal=partial(share, num_samples=num_samples))
+        slots = worker.launch_slots
+        self._launch_shares = lru_cache(partial(share, launch_slots=slots, live=slots))
         self._buffers = Buffers(engine.module)
         parts: Sequence[Part] = (
             Settings(engine.basic_optimizer),
@@ -98,6 +102,8 @@ class EngineJob(AttachedEngine):
         # Whether what counts the micro-batches of a step knows where a redone one begins.
         self.boundaries_follow = False
         self.reactions: list[Callable[[], None]] = []
+        self.draws = CutDraws(self.own_loops.draws_together)
+        self.at_leave.append(self.draws.close)
         self._own_loss = self._make_own_loss()
         self._stand_in = StandIn(engine.module)
         self._inputs: Any = None
@@ -105,8 +111,7 @@ class EngineJob(AttachedEngine):
         # This worker's samples of the iteration that was served last, and how many all have.
         self._share: tuple[Interval, int] = ((0, 0), 0)
         self._losses: list[torch.Tensor] = []
-        self._tokens = 0
-        self._iterations = 0
+        self._tokens = self._iterations = 0
         self._sealed = False
         self._resumed: Resumed | None = None
         # Whether a call of ours runs now, that can absorb a loss.
@@ -138,7 +143,9 @@ class EngineJob(AttachedEngine):
         """Weigh the losses of a loop that the script owns; None for another loop."""
         if not self._repeats_bodies:
             return None
-        made = OwnLoss(self._worker, self._engine, width=self._width, compute=self._compute)
+        made = OwnLoss(
+            self._worker, self._engine, self.draws, width=self._width, compute=self._compute
+        )
         self.at_leave.append(weigh_by(made.terms))
         return made
 
@@ -170,8 +177,7 @@ class EngineJob(AttachedEngine):
 
     def launch_intervals(self, num_samples: int) -> list[Interval]:
         """Return the places of the micro-batches of the launch among samples of all."""
-        slots = self._worker.launch_slots
-        shares = share(num_samples=num_samples, launch_slots=slots, live=slots)
+        shares = self._launch_shares(num_samples=num_samples)
         return [(start, stop) for _, start, stop in shares.intervals]
 
     # ---- announcements --------------------------------------------------------------------------
@@ -362,6 +368,7 @@ class EngineJob(AttachedEngine):
             )
 
         self._loop.complete_step(update)
+        self.draws.end()
         self._end_where_all_leave()
 
     def _check_no_work(self, call: str) -> None:
@@ -480,6 +487,8 @@ class EngineJob(AttachedEngine):
             check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
         loader.on_void = self.own_loops.leaves_first_epoch
         loader.on_mixed = self.own_loops.mixes
+        loader.on_collated = self.own_loops.collates
+        loader.launch = self.launch_intervals
         self.news.expect(loader)
 
     @abandoning
@@ -546,17 +555,20 @@ class EngineJob(AttachedEngine):
         self._share = interval, len(items)
         if iteration == 0:
             self._losses, self._tokens = [], 0
+        launch = self.launch_intervals(len(items))
         # Any worker that runs these samples in this step draws the same.
-        torch.manual_seed(draw_key(self._seed, step, iteration, interval[0]))
+        key = partial(draw_key, self._seed, step, iteration)
+        self.draws.begin(parts_of(interval, launch, key), watched=step == iteration == 0)
         self._engine.tput_timer.start()
         first = loader.position.served
         worker.observe("pass_begun", first + interval[0], first + interval[1])
-        mine, batch = loader.read(items, interval)
+        with self.draws.paused():
+            mine, batch = loader.read(items, interval)
+        self.draws.blocks = (rows_of(named(batch)) or 0) // len(mine.items) or 1
         worker.observe("batch", batch)
         if self._own_loss is not None:
             every = [(start, stop) for _, start, stop in shares.intervals]
-            served = Served(batch, interval, every, self.launch_intervals(len(items)))
-            self._own_loss.serve(served)
+            self._own_loss.serve(Served(batch, interval, every, launch))
         tokens = tokens_of(batch, len(mine.items))
         self._tokens += tokens
         if self._timer is not None:

@@ -12,14 +12,17 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from elaswave_plugin.adapters.deepspeed.engine.cut_batches import Whole, of_wholes
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, ITERATOR, Reads
-from elaswave_plugin.adapters.host_draws import seed_host, undone_numbers
+from elaswave_plugin.adapters.host_draws import host_states, seed_host, undone_numbers
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 
 # More iterations than an epoch has, so that places rise from one to the next.
 _EPOCH = 1 << 40
+# What a collator draws, beside the samples of its micro-batch.
+_COLLATED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,16 @@ class Share:
 
 
 class Request(NamedTuple):
-    """Items to read, of the iteration at ``place``, from its ``start`` on."""
+    """Items to read, of the iteration at ``place``, from its ``start`` on.
+
+    ``wholes``: the same of each micro-batch of the launch that they are of, where they are no whole
+    one.
+    """
 
     place: int
     start: int
     items: tuple[int, ...]
+    wholes: tuple["Request", ...] = ()
 
 
 class Order(Protocol):
@@ -186,6 +194,10 @@ class ElasticLoader:
         self._usual: int | None = None
         # Told where the script leaves its first epoch, so that nobody knows whether it counts them.
         self.on_void: Callable[[int, int], None] = lambda taken, void: None
+        # Places of the launch's micro-batches, by the number of all samples; None: none are cut.
+        self.launch: Callable[[int], Sequence[tuple[int, int]]] | None = None
+        # Told where a collator draws, and its batches have the shape of no whole micro-batch.
+        self.on_collated: Callable[[], None] = lambda: None
         # Told what keys samples of one batch have, where these differ.
         self.on_mixed: Callable[[Sequence[str]], None] = lambda keys: None
         # The epoch that the others iterate over, as far as a worker that comes later knows.
@@ -381,8 +393,18 @@ class ElasticLoader:
 
     def request(self, items: Sequence[int], interval: tuple[int, int]) -> Request:
         """Return what to read for a part of the ``items`` of the iteration that is next."""
-        here, (start, stop) = self.position, interval
-        return Request(here.epoch * _EPOCH + here.iteration, start, tuple(items[start:stop]))
+        here = self.position
+        return self._request(here.epoch * _EPOCH + here.iteration, items, interval)
+
+    def _request(self, place: int, items: Sequence[int], interval: tuple[int, int]) -> Request:
+        (start, stop), wholes = interval, () if self.launch is None else self.launch(len(items))
+        cut = [one for one in wholes if one[0] < stop and start < one[1]]
+        return Request(
+            *(place, start, tuple(items[start:stop])),
+            ()
+            if cut == [interval]
+            else tuple(Request(place, a, tuple(items[a:b])) for a, b in cut),
+        )
 
     def _following(self, key: Key) -> Request | None:
         """Return what to read for a share of an iteration; None behind the end of its epoch."""
@@ -390,25 +412,52 @@ class ElasticLoader:
         if iteration >= self._order.iterations_of(epoch):
             return None
         assert isinstance(key.part, tuple)
-        start, stop = key.part
-        return Request(key.place, start, tuple(self._order.items(epoch, iteration)[start:stop]))
+        return self._request(key.place, self._order.items(epoch, iteration), key.part)
 
     def batch(self, request: Request) -> Any:
         """These items of the dataset, collated.
 
         What an item draws follows from its place in the data, in any share and any process, and
-        the script's own generators do not notice.
+        the script's own generators do not notice. A collator that draws does so for whole
+        micro-batches.
         """
         with undone_numbers():
-            samples = []
-            for number, item in enumerate(request.items, request.start):
-                seed_host(draw_key(self._seed, request.place, number))
-                samples.append(self.dataset[item])
+            samples = self._samples(request)
             keys = {", ".join(map(str, one)) for one in samples if isinstance(one, Mapping)}
             # A process that reads ahead knows of no loss.
             if len(keys) > 1 and self._ahead is None:
                 self.on_mixed(sorted(keys))
-            return self._collate(samples)
+            before, batch, after = self._collated(request, samples)
+            if not request.wholes or _are_same(before, after):
+                return batch
+            whole = of_wholes(batch, self._wholes(request))
+            if whole is None and self._ahead is None:
+                self.on_collated()
+            return batch if whole is None else whole
+
+    def _samples(self, request: Request) -> list[Any]:
+        samples = []
+        for number, item in enumerate(request.items, request.start):
+            seed_host(draw_key(self._seed, request.place, number))
+            samples.append(self.dataset[item])
+        return samples
+
+    def _collated(self, request: Request, samples: list[Any]) -> tuple[Any, Any, Any]:
+        """Return a batch between the generators' states before and after it; of a share alone."""
+        seed_host(draw_key(self._seed, request.place, request.start, _COLLATED))
+        before = host_states() if request.wholes else None
+        batch = self._collate(samples)
+        return before, batch, host_states() if request.wholes else None
+
+    def _wholes(self, request: Request) -> list[Whole]:
+        """Read the micro-batches that a request is of."""
+        made, stop = [], request.start + len(request.items)
+        for one in request.wholes:
+            _, batch, _ = self._collated(one, self._samples(one))
+            start, size = one.start, len(one.items)
+            first, last = max(request.start - start, 0), min(stop - start, size)
+            made.append(Whole(batch, size, first, last))
+        return made
 
     def advance(self, count: int) -> None:
         """Advance past a served iteration of ``count`` samples."""
@@ -417,6 +466,16 @@ class ElasticLoader:
         self.position = Position(
             epoch=here.epoch, iteration=here.iteration + 1, served=here.served + count
         )
+
+
+def _are_same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Return whether nothing was drawn between two states of the host's generators."""
+    return (
+        torch.equal(before[0], after[0])
+        and before[1][2:] == after[1][2:]
+        and bool((before[1][1] == after[1][1]).all())
+        and before[2] == after[2]
+    )
 
 
 def tokens_of(batch: Any, num_samples: int) -> int:

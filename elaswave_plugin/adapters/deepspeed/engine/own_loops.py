@@ -33,7 +33,7 @@ class OwnLoops:
         self._layers_told = False
         # Whether batches of samples with different keys are nothing new, or told.
         self._mixes = False
-        self._evaluation_told = False
+        self._evaluation_told = self._draws_told = self._collator_told = False
         # Lines of the script that ask for the width or for what all workers have, by what first.
         self._lines: dict[str, str] = {}
         self._told: set[str] = set()
@@ -107,6 +107,28 @@ class OwnLoops:
                 " several micro-batches of the launch; have the collator and the loss take such"
                 " batches, or order the data so that all workers have the same keys at once"
                 f" ({_PAGE})"
+            )
+
+    def draws_together(self, shape: tuple[int, ...]) -> None:
+        """Warn once of numbers that are drawn for no sample of its own."""
+        if self._draws_told or not self._worker.owns_rank_0:
+            return
+        self._draws_told = True
+        say(
+            f"a pass draws numbers of the shape {shape}, in which no dimension is that of the"
+            " samples: after a loss of workers a share is drawn for with those of its first"
+            " micro-batch, and the losses differ from those of a run without a loss; draw for each"
+            f" sample ({_PAGE})"
+        )
+
+    def collates(self) -> None:
+        """Warn once of a collator that draws, and pads batches to lengths of their own."""
+        if not self._collator_told and self._worker.owns_rank_0:
+            self._collator_told = True
+            say(
+                "the collator draws numbers, and the batches of shares have other shapes than those"
+                " of the launch: it draws for shares now, and the losses differ from those of a run"
+                f" without a loss of workers; pad all samples to one length ({_PAGE})"
             )
 
     def _tell_bare(self, line: str | None) -> None:

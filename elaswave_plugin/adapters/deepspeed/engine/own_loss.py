@@ -6,6 +6,7 @@ of the model's output is taken for a mean over samples, or for what the script s
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.cut_draws import CutDraws
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import (
     DRAWS,
     NOT_FINITE,
@@ -63,11 +65,18 @@ class OwnLoss:
     """The losses of one worker's engine."""
 
     def __init__(
-        self, worker: Worker, engine: Any, *, width: int, compute: Callable[..., Any]
+        self,
+        worker: Worker,
+        engine: Any,
+        draws: CutDraws,
+        *,
+        width: int,
+        compute: Callable[..., Any],
     ) -> None:
         """``width``: workers of the launch; ``compute``: a pass that the script did not ask for."""
         self._worker = worker
         self._engine = engine
+        self._cut_draws = draws
         self._width = width
         self._compute = compute
         self._declared = worker.config.loss
@@ -168,7 +177,7 @@ class OwnLoss:
         """Compute the loss that the model returns, without a trace; None where it returns none."""
 
         def compute() -> float | None:
-            with without_trace(self._engine.module):
+            with without_trace(self._engine.module), self._cut_draws.paused():
                 places, names = inputs_of(call)
                 loss = loss_in(self._compute(*places, **names))
             return None if loss is None else float(loss)
@@ -301,10 +310,12 @@ class OwnLoss:
         first, count = served.share[0], served.share[1] - served.share[0]
         for one in self._passes:
             picked = range(one.start - first, one.stop - first)
+            draws: AbstractContextManager[None] = self._cut_draws.narrowed(one.start, one.stop)
             if not one.weights[rule]:
-                call, picked = with_a_label(call), range(1)
+                call, picked, draws = with_a_label(call), range(1), self._cut_draws.paused()
             places, names = inputs_of(taken(call, picked, count))
-            outputs.append(native(*places, **names))
+            with draws:
+                outputs.append(native(*places, **names))
         weights = [one.weights[rule] for one in self._passes]
         total = sum(weights) or 1.0
         kept = [bool(one) for one in weights]

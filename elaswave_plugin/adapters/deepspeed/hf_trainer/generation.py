@@ -89,7 +89,7 @@ class Generation:
         sums = getattr(self._trainer, "loss_type", None) in _SUM_ITEMS
         kinds = {WHOLE: LossKind(SUM if sums else SAMPLES, times_processes=sums)}
         return [
-            [Turn(batch, kinds, num_items, self._job.weights_of(number))]
+            [Turn(batch, None, kinds, num_items, self._job.weights_of(number))]
             for number, batch in enumerate(batches)
         ]
 

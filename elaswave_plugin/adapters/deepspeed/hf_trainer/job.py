@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Unpack
 import torch
 import torch.distributed as dist
 
+from elaswave_plugin.adapters.cut_draws import Part
 from elaswave_plugin.adapters.deepspeed.engine.checkpoint import weights_in
 from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
@@ -27,7 +28,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.loops.called import CalledLoop
 from elaswave_plugin.loss_terms import added, weighed_by
-from elaswave_plugin.step_state.step_state import Part
+from elaswave_plugin.step_state.step_state import Part as StatePart
 from elaswave_plugin.values.gathered import gathered
 
 Value = TypeVar("Value")
@@ -41,10 +42,10 @@ class TrainerJob(EngineJob):
     # The Trainer logs, evaluates and steps its schedule once, whatever is redone.
     _repeats_bodies = False
 
-    def _own_parts(self) -> Sequence[Part]:
+    def _own_parts(self) -> Sequence[StatePart]:
         self.trainer_state = TrainerState()
-        # Share, samples of all and seed of each micro-batch that was read for the step.
-        self._drawn: list[tuple[Interval, int, int]] = []
+        # Share, samples of all and parts of each micro-batch that was read for the step.
+        self._drawn: list[tuple[Interval, int, tuple[Part, ...]]] = []
         # The micro-batch of each of its passes.
         self._passed: list[int] = []
         # Micro-batches that a batch of the loader is cut into.
@@ -156,8 +157,12 @@ class TrainerJob(EngineJob):
 
     def _next(self, loader: ElasticLoader) -> Any:
         batch = self._loop.next_batch(partial(self._serve, loader))
-        self._drawn.append((*self._share, torch.initial_seed()))
+        self._drawn.append((*self._share, self.draws.parts))
         return batch
+
+    def share_of(self, number: int) -> Interval:
+        """Return this worker's share of a micro-batch's samples."""
+        return self._drawn[number][0]
 
     def cut(self, number: int) -> tuple[Interval, list[Interval]]:
         """Return this worker's share of a micro-batch's samples, and those of the launch."""
@@ -202,11 +207,17 @@ class TrainerJob(EngineJob):
     def begin_micro_batch(self, number: int) -> None:
         """Seed the draws of a micro-batch that was read."""
         self._number = number
-        torch.manual_seed(self._drawn[number][2])
+        is_first = self._worker.completed == number == 0
+        self.draws.begin(self._drawn[number][2], watched=is_first)
 
     @contextmanager
-    def weighing(self, kinds: Kinds, weights: Mapping[str, float]) -> Iterator[None]:
-        """Weigh the loss of a pass of the micro-batch, or its terms."""
+    def weighing(
+        self, samples: Interval | None, kinds: Kinds, weights: Mapping[str, float]
+    ) -> Iterator[None]:
+        """Weigh the loss of a pass of the micro-batch, or its terms.
+
+        ``samples``: of the pass among those of all; None where they have none, or count nothing.
+        """
 
         def of(term: str) -> float:
             return kinds.get(term, LossKind()).weight(
@@ -221,7 +232,8 @@ class TrainerJob(EngineJob):
         live = dist.get_world_size()
         self._share_weight = LossKind().weight(weights, launched=self._width, live=live)
         self._passed.append(self._number)
-        with weighed_by(weigh):
+        draws = self.draws.paused() if samples is None else self.draws.narrowed(*samples)
+        with weighed_by(weigh), draws:
             yield
 
     @property

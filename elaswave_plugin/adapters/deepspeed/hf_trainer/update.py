@@ -59,7 +59,7 @@ class Update:
             for left, turn in zip(range(len(turns))[::-1], turns, strict=True):
                 last = number == len(weighed) - 1 and not left
                 GradientState()._set_sync_gradients(last)
-                with self._job.weighing(turn.kinds, turn.weights):
+                with self._job.weighing(turn.samples, turn.kinds, turn.weights):
                     self.step(self.model, turn.batch, turn.num_items)
         GradientState()._set_sync_gradients(boundary)
         self.losses = self._job.losses

@@ -58,9 +58,13 @@ Losses = dict[str, float]
 
 
 class Turn(NamedTuple):
-    """One pass of a micro-batch: samples, kinds of the loss, the items it is told, weights."""
+    """One pass of a micro-batch: samples, kinds of the loss, the items it is told, weights.
+
+    ``samples``: their interval among those of all; None where they have none, or count nothing.
+    """
 
     batch: Any
+    samples: Interval | None
     kinds: Kinds
     num_items: Any
     weights: Mapping[str, float]
@@ -98,7 +102,7 @@ class Weighing:
         state = self._job.trainer_state
         # Subclasses keep metrics of each loss.
         before = state.keep()
-        with self._job.uncompiled():
+        with self._job.uncompiled(), self._job.draws.paused():
             found = self._found(model, batch, number, num_items)
         state.put_back(before)
         state.loss_kinds.update(found)
@@ -194,7 +198,11 @@ class Weighing:
         """Return the passes of each micro-batch of an update (collective over WORLD)."""
         job, known = self._job, self._job.trainer_state.loss_kinds
         if job.has_launch_shares:
-            return [[Turn(batch, {}, num_items, dict.fromkeys(RULES, 1.0))] for batch in batches]
+            whole = dict.fromkeys(RULES, 1.0)
+            return [
+                [Turn(batch, job.share_of(number), {}, num_items, whole)]
+                for number, batch in enumerate(batches)
+            ]
         unknown = self._unasked()
         found = [known_of(known, pattern_of(batch)) for batch in batches]
         kinds = [unknown if one is None else one for one in found]
@@ -219,7 +227,7 @@ class Weighing:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         for number, (each, count) in enumerate(zip(turns, most.tolist(), strict=True)):
             one = with_a_label(taken(batches[number], [0], self._samples(number)))
-            void = Turn(one, {}, num_items, dict.fromkeys(RULES, 0.0))
+            void = Turn(one, None, {}, num_items, dict.fromkeys(RULES, 0.0))
             each.extend([void] * (count - len(each)))
         return turns
 
@@ -254,6 +262,7 @@ class Weighing:
         return [
             Turn(
                 self._rows(batch, share, one),
+                (one.start, one.stop),
                 kinds,
                 num_items if items is None else num_items.new_tensor(items[one.replica]),
                 one.weights,
