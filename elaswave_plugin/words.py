@@ -17,6 +17,8 @@ NAME = "elaswave"
 FLAG = f"--{NAME}"
 # Likeness, as difflib has it, of names of which one is the other with a letter or two wrong.
 _SAME_NAME, _NEAR_VARIABLE = 0.8, 0.7
+# So many letters tell which word they begin.
+_BEGINNING = 4
 
 
 def check_words(
@@ -46,8 +48,8 @@ def check_words(
 def nearest(word: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known word that is most like this one; letters with which all begin do not count.
 
-    Nor does it count whether letters are capitals. ``cutoff``: the least likeness, as `difflib` has
-    it.
+    Nor does it count whether letters are capitals. A word of which this one is the beginning is
+    most like it. ``cutoff``: the least likeness, as `difflib` has it.
     """
     first, last = min(known), max(known)
     others = (at for at in range(len(first)) if not last.startswith(first[: at + 1]))
@@ -55,6 +57,9 @@ def nearest(word: str, known: Collection[str], *, cutoff: float = 0.6) -> str | 
     word = word.lower()
     begin = len(start) if word.startswith(start) else 0
     tails = {one[begin:].lower(): one for one in known}
+    longer = [tail for tail in tails if tail.startswith(word[begin:])]
+    if longer and len(word) - begin >= _BEGINNING:
+        return tails[min(longer, key=len)]
     near = difflib.get_close_matches(word[begin:], tails, n=1, cutoff=cutoff)
     return tails[near[0]] if near else None
 

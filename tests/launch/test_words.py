@@ -52,6 +52,8 @@ def test_an_option_of_the_script_is_told_by_every_launcher(words: list[str], sai
     ("words", "said"),
     [
         (["--nproc-per-nod=4"], "'--nproc-per-nod' (value '4'); did you mean '--nproc-per-node'?"),
+        # More letters are like those of --wandb-project.
+        (["--nproc", "4"], "'--nproc'; did you mean '--nproc-per-node'?"),
         (["--notice-timeout", "5"], "did you mean '--notice-timeout-s'?"),
         (["--respawn", "5"], "'--respawn' is the option --elaswave-respawn, behind the script"),
         (["--elaswave"], "'--elaswave' is the script's, and goes behind it"),
