@@ -3,9 +3,9 @@
 python -m benchmarks.healthy_step [--against CHECKOUT] [--pairs 10] [--first 20] [--last 120]
     [--json FILE] -- run --nproc-per-node=2 SCRIPT ... --elaswave --elaswave-dir={directory}
 
-What comes behind ``--`` are the arguments of `elaswave`, which runs in each checkout by its own
-.venv; {directory} is that of the run. Counted is the processor time that all workers together take
-from the end of step ``--first`` to that of ``--last``; a ratio is here over there, of a pair.
+What comes behind ``--`` are the arguments of `elaswave`, which runs in the folder of each checkout,
+by its own .venv; {directory} is that of the run. Counted is the processor time that all workers
+together take from the end of step ``--first`` to that of ``--last``; a ratio is here over there.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run_once(tree: Path, options: argparse.Namespace) -> Cost:
     with tempfile.TemporaryDirectory(prefix="elaswave-bench-") as name:
         directory = Path(name) / "run"
         arguments = [word.replace("{directory}", str(directory)) for word in options.arguments]
-        command = [str(tree / ".venv" / "bin" / "elaswave"), *arguments]
+        command = ["env", "-C", str(tree), str(tree / ".venv" / "bin" / "elaswave"), *arguments]
         with jobs.running(command, Path(name) / "log", env={"PYTHONPATH": str(tree)}) as job:
             steps = directory / "steps.jsonl"
             before, began_s = taken(steps, options.first, job)
