@@ -406,7 +406,9 @@ class LmJob:
                 self.worker.phases.enter("data")
             share_batches(external, uneven, self.worker)
         self._replays = [one for one in iterators if isinstance(one, RerunDataIterator)]
-        self._rereads = any(one.replaying for one in self._replays) and self._is_judged_anew()
+        # Alike on all workers, of which some may read nothing.
+        reruns = get_rerun_state_machine().state == RerunState.RERUNNING_IN_PLACE
+        self._rereads = reruns and self._is_judged_anew()
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
             if self.router_losses is not None:
