@@ -95,7 +95,7 @@ class Settings(Part):
     def keep(self) -> list[dict[str, Any]]:
         """Each group without its parameters."""
         return [
-            {key: detached_copy(value) for key, value in group.items() if key != "params"}
+            detached_copy({key: value for key, value in group.items() if key != "params"})
             for group in self._optimizer.param_groups
         ]
 

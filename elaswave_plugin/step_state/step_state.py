@@ -437,11 +437,9 @@ def _digest_of_kept(kept: Any) -> int:
 @torch.no_grad()
 def digest_of(tensor: torch.Tensor) -> int:
     """63 bits; two workers get the same for the same bits on the same kind of device."""
-    flat = row_of(tensor)
-    if flat.is_cuda:
-        return _on_device(flat)
-    data = bytes_of(flat)
-    return xxhash.xxh3_64_intdigest(data) >> 1
+    if tensor.is_cuda:
+        return _on_device(row_of(tensor))
+    return xxhash.xxh3_64_intdigest(bytes_of(tensor)) >> 1
 
 
 def _on_device(flat: torch.Tensor) -> int:

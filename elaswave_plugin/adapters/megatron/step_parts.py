@@ -48,10 +48,8 @@ class Settings(Part):
 
     def keep(self) -> tuple[bytes, list[dict[str, Any]]]:
         """The capsule as it is now, and each group without its parameters."""
-        return self._framework.read_capsule(), [
-            {key: detached_copy(value) for key, value in group.items()}
-            for group in self._framework.settings
-        ]
+        settings = [dict(group) for group in self._framework.settings]
+        return self._framework.read_capsule(), detached_copy(settings)
 
     def put_back(self, kept: Any) -> None:
         """Install both."""

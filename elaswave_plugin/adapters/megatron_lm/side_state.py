@@ -70,11 +70,9 @@ class SideState(Part):
                 name: {field: getattr(timer, field) for field in _TIMER}
                 for name, timer in training.get_timers()._timers.items()
             },
-            reruns={
-                name: detached_copy(value)
-                for name, value in vars(machine).items()
-                if name not in _NOT_KEPT
-            }
+            reruns=detached_copy(
+                {name: one for name, one in vars(machine).items() if name not in _NOT_KEPT}
+            )
             | {name: getattr(machine, name).name for name in _ENUMERATIONS},
             positions=[loader.position for loader in self._loaders],
             energy={name: getattr(_energy_monitor(), name) for name in _ENERGY},

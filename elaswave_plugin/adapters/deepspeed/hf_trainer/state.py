@@ -51,11 +51,13 @@ class TrainerState(Part):
                 if value is not None and is_plain(value)
             },
             "tr_loss": trainer._tr_loss.item(),
-            "state": {
-                name: detached_copy(value)
-                for name, value in vars(trainer.state).items()
-                if name not in (*_OWN, _HISTORY)
-            },
+            "state": detached_copy(
+                {
+                    name: value
+                    for name, value in vars(trainer.state).items()
+                    if name not in (*_OWN, _HISTORY)
+                }
+            ),
             # Lines are added and never changed.
             _HISTORY: [*trainer.state.log_history],
             "control": dict(vars(trainer.control)),

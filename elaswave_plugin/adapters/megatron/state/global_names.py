@@ -9,16 +9,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def numbered_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module, by the prefix of its tensors' names."""
-    numbered = {
-        f"{name}.": f"{name.rpartition('.')[0]}.{layer.layer_number - 1}."
-        for name, layer in model.named_modules()
-        if isinstance(layer, TransformerLayer)
-    }
-    for name, module in model.named_modules():
-        local = f"{name}." if name else ""
-        prefix = next((one for one in numbered if local.startswith(one)), "")
-        yield numbered.get(prefix, "") + local.removeprefix(prefix), module
+    """Each module once, by the prefix of its tensors' names, in the order of ``named_modules``."""
+    told: set[torch.nn.Module] = set()
+
+    def walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+        told.add(module)
+        if isinstance(module, TransformerLayer):
+            block = prefix.removesuffix(".").rpartition(".")[0]
+            prefix = f"{block}.{module.layer_number - 1}."
+        yield prefix, module
+        for name, child in module.named_children():
+            if child not in told:
+                yield from walk(f"{prefix}{name}.", child)
+
+    return walk("", model)
 
 
 def global_names(

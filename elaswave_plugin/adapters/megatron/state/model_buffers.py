@@ -6,7 +6,7 @@ replica installs its values before its micro-batches. Outside of passes the modu
 those of replica n. In fast mode running statistics are averaged over the workers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,11 +64,12 @@ class ModelBuffers(Part):
     def keep(self) -> dict[str, Any]:
         """Copies of all of them; raises ConfigurationError where the loop's body changed some."""
         self._check_untouched()
+        modules = [*_with_buffers(self._chunks)]
         return {
-            "values": {name: copied(tensor) for name, tensor in self._present_values()},
+            "values": {name: copied(tensor) for name, tensor in _buffers_of(modules)},
             "unsaved": [
                 f"{place}.{leaf}"
-                for place, module in _with_buffers(self._chunks)
+                for place, module in modules
                 for leaf in module._non_persistent_buffers_set
             ],
             "changing": self._changes.names,
@@ -252,7 +253,13 @@ def model_buffers(
     chunks: Sequence[DistributedDataParallel],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of modules that are in no snapshot, by chunk and name."""
-    for place, module in _with_buffers(chunks):
+    return _buffers_of(_with_buffers(chunks))
+
+
+def _buffers_of(
+    modules: Iterable[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for place, module in modules:
         for name, tensor in module.named_buffers(recurse=False):
             if not (isinstance(module, TopKRouter) and name in _OF_ROUTERS):
                 yield f"{place}.{name}", tensor
