@@ -20,7 +20,7 @@ from elaswave_plugin.agent.late_return import watch
 from elaswave_plugin.agent.refused_requests import why_it_stays, why_layers_stay
 from elaswave_plugin.agent.snapshot_copies import Copies
 from elaswave_plugin.agent.status_board import StatusBoard
-from elaswave_plugin.agent.trainer_session import TrainerSession
+from elaswave_plugin.agent.trainer_session import TrainerSession, behind
 from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.life import Life, Process, Stage
@@ -364,7 +364,8 @@ class Seat:
     def _on_finish(self) -> None:
         self.trainer.life.reach(Stage.FINISHED)
         self._common.on_change()
-        self._common.agreement.trainer_done(self.slot, None)
+        when = behind(self._common.store.newest_step(self.slot))
+        self._common.agreement.trainer_done(self.slot, None, when)
         if self._ring is not None:
             self._answer(None)
         # Its exit ends the job, and may hang (a thread, a hook at exit).

@@ -111,10 +111,8 @@ class TrainerSession:
     def when(self, sealed: int) -> str:
         """Say where in the training it is, as "in step 3"; `sealed`: steps of its snapshot."""
         sample = self.page.sample(slot=0)
-        if sample is None or (sample.phase == BETWEEN_STEPS and sealed <= 0):
-            return "before the first step"
-        if sample.phase == BETWEEN_STEPS:
-            return f"after step {sealed - 1}"
+        if sample is None or sample.phase == BETWEEN_STEPS:
+            return behind(sealed if sample else 0)
         return f"in step {sample.step}"
 
     def take_raised(self, raised: Raised, *, sealed: int) -> None:
@@ -221,6 +219,11 @@ class TrainerSession:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+def behind(sealed: int) -> str:
+    """Say where in the training a worker is that is in no step; `sealed`: steps of its snapshot."""
+    return f"after step {sealed - 1}" if sealed > 0 else "before the first step"
 
 
 def _its_end_comes(evidence: str) -> None:

@@ -168,10 +168,11 @@ class Cluster(VirtualJob):
             self.settle(self.home[slot])
 
     def _do_done(self, words: list[str]) -> None:
-        """Have trainers finish, and with a code exit too (SLOTS [CODE])."""
+        """Have trainers finish, and with a code exit too (SLOTS [CODE [STEP]])."""
         code = int(words[1]) if words[1:] else None
+        when = f"in step {words[2]}" if words[2:] else ""
         for slot in self.slots(words[:1]):
-            self.tell(slot, "trainer_done", code, settles=False)
+            self.tell(slot, "trainer_done", code, when, settles=False)
             self.end(slot)
             self.settle(self.home[slot])
 

@@ -80,3 +80,19 @@ def test_a_job_is_surely_over_only_once_each_of_its_workers_has_told_its_end() -
     finish(told, 1, 0)
     finish(cut_off, 0)
     assert told.alive[0].all_ended and not cut_off.alive[0].all_ended
+
+
+@pytest.mark.parametrize(("finished", "code"), [(5, 1), (9, 0)])
+def test_a_script_that_fails_where_the_others_finish_fails_the_job(
+    finished: int, code: int
+) -> None:
+    cluster = job("exit 0 1 5", "quiesce all", f"done 1,2,3 0 {finished}")
+    end = cluster.ends[1]
+    assert end.exit_code == code
+    assert ("worker 0 failed in step 5: ValueError" in str(end.reason)) == bool(code)
+
+
+def test_a_script_that_failed_and_was_started_again_does_not() -> None:
+    cluster = job("exit 0 1 5", "quiesce all", "ready 0", "quiesce all")
+    cluster.do("done 0,1,2,3 0 5")
+    assert cluster.ends[1].exit_code == 0

@@ -234,6 +234,17 @@ def test_a_list_of_rank_0_that_the_next_one_does_not_have(run: Launch, tmp_path:
     assert "'NoneType' object has no attribute 'append'" in ended.output
 
 
+@proves(Kind.RAISE, Promise.STOPS)
+def test_a_last_save_that_fails_on_rank_0_fails_the_job(run: Launch, tmp_path: Path) -> None:
+    """What it does alone behind the last step, no other worker does again."""
+    fails = "    if torch.distributed.get_rank() == 0:\n        raise OSError('no space is left')\n"
+    loop = own_loop.LOOP.rstrip()
+    script = own_loop.write(tmp_path, (loop, f"{loop}\n{fails}"))
+    ended = run(replace(spec_of(0, "data").undisturbed(), script=script))
+    assert (ended.returncode, ended.orphans) == (1, ())
+    assert "worker 0 failed after step 5: OSError: no space is left" in ended.output
+
+
 _FETCH = "    forward_backward = get_forward_backward_func()\n"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 BAD: dict[str, tuple[Change, str]] = {

@@ -106,6 +106,9 @@ def _with_nobody_left(
     if reports.done and not bad and view.reason == LAST_CALL:
         # There is work left, for the next life of the job.
         return Ending(reason="every worker has left, as it was told to", exit_code=EXIT_TOLD)
+    if late := reports.failed_at_the_end():
+        reason = _sentence(late[0], "the others have finished")
+        return Ending(reason=reason, exit_code=late[0].exit_code or EXIT_FAILED)
     if reports.done:
         return Ending(reason="all workers have finished", exit_code=bad[0] if bad else 0)
     if failed:

@@ -235,10 +235,14 @@ class AllSealed(WireMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(WireMessage):
-    """A trainer has finished its work; exit_code is set once it has exited."""
+    """A trainer has finished its work; exit_code is set once it has exited.
+
+    `when`: where in the training, as in `Raised`.
+    """
 
     slot: int
     exit_code: int | None
+    when: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,10 +119,13 @@ class Reporter:
         if seat.fence_at_s is not None:
             seat.fence_at_s = now_s + self._answer_limit_s()
 
-    def trainer_done(self, slot: int, exit_code: int | None) -> None:
-        """Note that a trainer finished its work; with `exit_code` set, it has exited."""
+    def trainer_done(self, slot: int, exit_code: int | None, when: str = "") -> None:
+        """Note that a trainer finished its work; with `exit_code` set, it has exited.
+
+        `when`: where in the training it finished.
+        """
         self.seats[slot].fence_at_s = None
-        self.tell_leader(Done(slot=slot, exit_code=exit_code), 0.0)
+        self.tell_leader(Done(slot=slot, exit_code=exit_code, when=when), 0.0)
 
     def trainer_failed(
         self,

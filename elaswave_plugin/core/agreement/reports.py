@@ -37,6 +37,8 @@ class Reports:
     def __init__(self, timeouts: Timeouts) -> None:
         self.failures: dict[WorkerId, Report] = {}
         self.done: dict[int, int | None] = {}
+        # Where in the training workers have finished, in words.
+        self.finished_at: set[str] = set()
         self.arrivals: dict[int, Arrival] = {}
         self.notices: dict[WorkerId, str] = {}
         self.saves_last: set[WorkerId] = set()
@@ -78,6 +80,7 @@ class Reports:
                 self.started = True
             case Done():
                 self.changes += news.slot not in self.done
+                self.finished_at.add(news.when)
                 if self.done.get(news.slot) is None:
                     self.done[news.slot] = news.exit_code
             case Ready():
@@ -187,6 +190,17 @@ class Reports:
             report
             for worker, report in self.failures.items()
             if worker in view and worker.slot not in self.done
+        ]
+
+    def failed_at_the_end(self) -> list[Report]:
+        """List the failures by an exception where others have finished: no worker redoes that."""
+        return [
+            report
+            for report in self.failures.values()
+            if report.exit_code
+            and report.raised is not None
+            and report.raised.when in self.finished_at
+            and report.failure.slot not in self.done
         ]
 
     def gone_from(self, view: MembershipView, lost: Iterable[int]) -> set[int]:

@@ -24,7 +24,10 @@ from elaswave_plugin.around import around
 from elaswave_plugin.values.set_within import set_within
 
 _NO_OLD_GPU = 10
-_FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like")
+_FACTORIES = (
+    *("tensor", "zeros", "empty", "ones", "full", "arange", "rand"),
+    *("zeros_like", "empty_like"),
+)
 
 
 class _CpuStream:
@@ -59,6 +62,14 @@ def _on_cpu(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _is_cuda(kwargs.get("device")):
         kwargs["device"] = "cpu"
     return factory(*args, **kwargs)
+
+
+def _moved_on_cpu(
+    native: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """``Tensor.to``, whose device may be its first argument."""
+    named = ("cpu" if _is_cuda(one) else one for one in args)
+    return _on_cpu(native, tensor, *named, **kwargs)
 
 
 def _being(replacement: Any) -> Callable[[Any], Any]:
@@ -209,6 +220,7 @@ def cpu_patches(*, scripts: bool = False) -> PatchSet:
         ),
         record("torch.cuda:get_rng_state", _being(state), tracker, "device"),
         record("torch:Tensor.cuda", _being(itself), literal),
+        record("torch:Tensor.to", around(_moved_on_cpu), literal),
         record("torch.nn:Module.cuda", _being(itself), literal),
         record(
             "torch:Tensor.type", around(_cuda_type_name), "dtypes are compared with CUDA type names"

@@ -17,8 +17,8 @@ __all__ = [
 ]
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """Megatron-Core uses it behind the last layer, whatever the layers are made of."""
+class _Norm:
+    """The arguments and marks of a norm, whichever of torch's computes it."""
 
     def __init__(
         self,
@@ -38,13 +38,17 @@ class LayerNorm(torch.nn.LayerNorm):
             param.sequence_parallel = sequence_parallel
 
 
+class LayerNorm(_Norm, torch.nn.LayerNorm):
+    """Megatron-Core uses it behind the last layer, whatever the layers are made of."""
+
+
+class RMSNorm(_Norm, torch.nn.RMSNorm):
+    """The same of a model with such norms."""
+
+
 class _NeedsGpu(torch.nn.Module):
     def __init__(self, *args, **kwargs):
         raise NotImplementedError(f"{type(self).__name__} has no stand-in")
-
-
-class RMSNorm(_NeedsGpu):
-    """No stand-in."""
 
 
 class GroupedLinear(_NeedsGpu):

@@ -4,6 +4,8 @@ As in versions up to 2.3, a forward pass keeps where the weight gradient is accu
 backward pass of a first micro-batch it is not added there, but takes the place of what is there.
 """
 
+from contextlib import nullcontext
+
 import torch
 from megatron.core.tensor_parallel import mappings
 
@@ -121,20 +123,24 @@ class LayerNormLinear(Linear):
     ):
         more.setdefault("init_method", lambda weight: None)
         super().__init__(in_features, out_features, sequence_parallel=sequence_parallel, **more)
-        assert normalization == "LayerNorm" and not return_layernorm_output
-        assert not zero_centered_gamma
+        assert not return_layernorm_output and not zero_centered_gamma
         self.eps = eps
         like = {"dtype": self.weight.dtype, "device": self.weight.device}
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, **like))
-        self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, **like))
-        for param in (self.layer_norm_weight, self.layer_norm_bias):
-            param.sequence_parallel = sequence_parallel
+        self.layer_norm_weight.sequence_parallel = sequence_parallel
+        self.normalization = normalization
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features, **like))
+            self.layer_norm_bias.sequence_parallel = sequence_parallel
 
     def forward(self, input, is_first_microbatch=None):
         """The product with what the norm makes of the input."""
-        normal = torch.nn.functional.layer_norm(
-            input, (self.in_features,), self.layer_norm_weight, self.layer_norm_bias, self.eps
-        )
+        shape, weight = (self.in_features,), self.layer_norm_weight
+        if self.normalization == "RMSNorm":
+            normal = torch.nn.functional.rms_norm(input, shape, weight, self.eps)
+        else:
+            bias = self.layer_norm_bias
+            normal = torch.nn.functional.layer_norm(input, shape, weight, bias, self.eps)
         return super().forward(normal, is_first_microbatch)
 
 
@@ -178,7 +184,7 @@ class DotProductAttention(torch.nn.Module):
         scores = scale * query.matmul(key.transpose(-1, -2))
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         shares = scores.masked_fill(later, -1e9).softmax(-1)
-        with self.tracker().fork():
+        with self.tracker().fork() if self.tracker else nullcontext():
             shares = torch.nn.functional.dropout(shares, self.attention_dropout, self.training)
         mixed = shares.matmul(value).permute(2, 0, 1, 3)
         return mixed.reshape(*mixed.shape[:2], -1)
