@@ -241,8 +241,9 @@ def check_kills_leave_whole_groups(kills: Sequence[Kill], layout: ParallelLayout
     for stage, width in enumerate(left.widths):
         if not width:
             raise ConfigurationError(
-                f"kills {', '.join(map(str, kills))} leave stage {stage} without a whole TP group"
-                f" of {layout.tp}, wanted one in each of {len(layout.stages)} stages; kill fewer"
+                f"kills {', '.join(map(str, kills))} leave stage {stage} with"
+                f" {layout.groups_text(0)}, wanted one in each of {len(layout.stages)} stages; kill"
+                " fewer"
             )
 
 

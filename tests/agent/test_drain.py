@@ -51,7 +51,7 @@ def test_a_worker_without_whom_a_stage_is_empty_is_refused(
         error = drain(1, job.run_dir, capsys)
         assert job.finish([0, 1]) == 0
     assert error == (
-        "elaswave: worker 1 stays: without it 1 whole TP groups of 1 would be left for 2 stages;"
+        "elaswave: worker 1 stays: without it 1 worker would be left for 2 stages;"
         " end the job instead, or wait until others have joined\n"
     )
 

@@ -16,7 +16,7 @@ from tests.faults.harness import Outcome, check_written, max_relative_difference
 # A stopped worker is found within 3 s: 2 s of standing still, and this.
 SLACK_S = 1.0
 STOPPED = re.compile(
-    r"state was lost with all its copies|which is no majority|whole TP groups of \d+ are left"
+    r"state was lost with all its copies|which is no majority|left for \d+ stages"
     r"|no node with the training's state|has no worker left"
 )
 

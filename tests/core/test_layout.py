@@ -223,7 +223,7 @@ def test_a_layout_is_staffed_as_long_as_there_are_groups_for_all_stages(
         assert min(staffed.widths) >= 1 and sum(staffed.widths) == sum(after.widths)
         assert staffed.workers == after.workers
     else:
-        with pytest.raises(JobStopped, match=f"{sum(after.widths)} whole TP groups"):
+        with pytest.raises(JobStopped, match=f"{after.groups_text(sum(after.widths))} left"):
             after.staffed()
 
 
@@ -288,8 +288,8 @@ def test_summary_names_no_worker() -> None:
         (1, [0], None, 1, None),  # the stage takes a replica of the other one
         (1, [0], "tied", 1, "stage 0 would have no worker, and workers keep theirs: tied"),
         (1, [0], "tied", 2, None),
-        (1, [0, 2], None, 1, "1 whole TP groups of 1 would be left for 2 stages"),
-        (2, [0, 1, 6, 7], None, 2, "1 whole TP groups of 2 would be left for 2 stages"),
+        (1, [0, 2], None, 1, "1 worker would be left for 2 stages"),
+        (2, [0, 1, 6, 7], None, 2, "1 whole TP group of 2 would be left for 2 stages"),
         (2, [0], None, 1, None),  # it is free
     ],
 )

@@ -118,7 +118,7 @@ def test_an_empty_stage_takes_a_replica_of_another() -> None:
 
 
 def test_without_a_replica_for_each_stage_the_job_ends_with_the_reason() -> None:
-    with pytest.raises(LayoutError, match="1 whole TP groups of 2 are left for 2 stages"):
+    with pytest.raises(LayoutError, match="1 whole TP group of 2 left for 2 stages"):
         grid().after((1, 4, 5))
     fixed = replace(grid(), why_workers_stay="the stages are interleaved")
     with pytest.raises(LayoutError, match=r"stage 0 has no .* take its place: the stages are"):

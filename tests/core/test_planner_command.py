@@ -133,7 +133,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 def test_too_few_groups_stop_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", "--pp", "2", "--dp", "1", "--dead", "1"]) == 1
-    assert "1 whole TP groups of 1 workers are left for 2 stages" in capsys.readouterr().err
+    assert "1 worker left for 2 stages" in capsys.readouterr().err
 
 
 def test_bench_plan_writes_its_rows_and_judges_them(tmp_path: Path) -> None:

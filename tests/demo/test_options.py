@@ -68,11 +68,11 @@ def test_demo_bad_option_costs_one_sentence(
         (["--tp", "2", "--kill", "4@3"], "worker 4, wanted 0 to 3 (nproc is 4)"),
         (
             ["--pp", "2", "--kill", "0@3", "--kill", "1@4"],
-            "leave stage 0 without a whole TP group of 1, wanted one in each of 2 stages",
+            "leave stage 0 with no worker, wanted one in each of 2 stages",
         ),
         (
             ["--tp", "2", *(f"--kill={slot}@3" for slot in range(3))],
-            "without a whole TP group of 2",
+            "with no whole TP group of 2",
         ),
         (["--tp", "2", "--framework", "deepspeed"], "tp is 2 with framework 'deepspeed'"),
         (["--dp", "4", "--framework", "deepspeed"], "dp is 4 with framework 'deepspeed'"),

@@ -83,7 +83,7 @@ def test_workers_of_a_pipeline_that_are_drained_within_a_step_leave_at_once(
     assert sorted(left["ranks"]) == rest
     stays = [event["slot"] for event in run.events("notice_void")]
     assert stays == [slot for slot in slots if slot in rest]
-    assert ("stays: 1 whole TP groups of 1 would be left for 2 stages" in output) == bool(stays)
+    assert ("stays: 1 worker would be left for 2 stages" in output) == bool(stays)
     attempts = {(line["step"], line["epoch"]) for line in read_run(tmp_path).ledger}
     assert len(attempts) == spec.steps  # every step was computed once
     assert read_addresses(tmp_path) == []

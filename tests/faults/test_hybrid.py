@@ -183,7 +183,7 @@ def test_fast_mode_is_its_twin(run: Launch, reference: Reference) -> None:
 def test_fewer_tp_groups_than_stages_end_the_job_with_the_reason(run: Launch) -> None:
     stopped = run(replace(TP2_PP2_DP2, lost_trainers=(0, 2, 3, 4, 6)))
     assert stopped.returncode == 1
-    assert "1 whole TP groups of 2 are left for 2 stages" in stopped.output
+    assert "1 whole TP group of 2 left for 2 stages" in stopped.output
     assert "Traceback" not in stopped.output
     assert not stopped.orphans
 

@@ -56,5 +56,5 @@ def test_who_comes_back_takes_the_place_that_is_free(run: Launch, reference: Ref
 def test_interleaved_stages_end_the_job_with_the_reason(run: Launch) -> None:
     stopped = run(replace(PP2_VPP2_DP2, lost_trainers=(0, 1)))
     assert stopped.returncode not in (0, None)
-    assert "stage 0 has no whole TP group of 1 left" in stopped.output
+    assert "stage 0 has no worker left" in stopped.output
     assert "the stages are interleaved" in stopped.output

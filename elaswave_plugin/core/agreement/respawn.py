@@ -3,7 +3,7 @@
 >>> [delay_or_reason([7], limit=5), delay_or_reason([7, 9], limit=5)]
 [0.5, 1.0]
 >>> delay_or_reason([7, 9, 9, 9], limit=5)
-'3 trainers died at step 9, which is a bug of the program or a broken device'
+'3 trainers died at step 9: see what they have printed, and the device; it may join again later'
 >>> delay_or_reason([7, 9], limit=1)
 'it was started again 1 times, the limit of respawn'
 """
@@ -28,5 +28,5 @@ def delay_or_reason(deaths: Sequence[int], *, limit: int) -> float | str:
         return f"it was started again {limit} times, the limit of respawn"
     if deaths.count(step) == _SAME_STEP:
         same = f"{_SAME_STEP} trainers died at step {step}"
-        return f"{same}, which is a bug of the program or a broken device"
+        return f"{same}: see what they have printed, and the device; it may join again later"
     return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0**before)

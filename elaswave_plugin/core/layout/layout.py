@@ -281,9 +281,9 @@ class ParallelLayout:
             widest = max(range(len(layout.stages)), key=lambda stage: layout.widths[stage])
             if layout.widths[widest] < 2:
                 raise JobStopped(
-                    f"{sum(self.widths)} whole TP groups of {self.tp} workers are left for"
-                    f" {len(self.stages)} stages; the job needs one for each stage: add workers, or"
-                    " start from the last checkpoint with fewer stages"
+                    f"{self.groups_text(sum(self.widths))} left for {len(self.stages)} stages; the"
+                    " job needs one for each stage: add workers, or start from the last checkpoint"
+                    " with fewer stages"
                 )
             layout = layout.moved(source=widest, target=layout.widths.index(0))
         return layout
@@ -340,6 +340,12 @@ class ParallelLayout:
         widths = "" if self.is_rectangular else f", widths {' '.join(map(str, self.widths))}"
         sizes = f"TP{self.tp} x PP{len(self.stages)} x DP{self.dp}{vpp}"
         return f"{sizes}, {self.num_layers} layers{widths}"
+
+    def groups_text(self, count: int) -> str:
+        """Return a count of TP groups in words: of workers, where each is a group by itself."""
+        one = "worker" if self.tp == 1 else "whole TP group"
+        each = "" if self.tp == 1 else f" of {self.tp}"
+        return f"{count or 'no'} {one}{'s' * (count > 1)}{each}"
 
     def _count_text(self, count: int) -> str:
         beyond = f"{count} replicas, {self.dp} at launch"
@@ -427,7 +433,7 @@ def why_needed(layout: Mapping[str, Any], slots: Collection[int]) -> str | None:
         rest = rest.reformed()
     whole, needed = sum(rest.widths), len(rest.stages)
     if whole < needed:
-        return f"{whole} whole TP groups of {rest.tp} would be left for {needed} stages"
+        return f"{rest.groups_text(whole)} would be left for {needed} stages"
     if stays is not None and not all(rest.widths):
         empty = rest.widths.index(0)
         return f"stage {empty} would have no worker, and workers keep theirs: {stays}"

@@ -361,13 +361,13 @@ class GridPlacement:
         empty, num_stages = layout.widths.index(0), len(layout.stages)
         if self.why_workers_stay is not None:
             raise LayoutError(
-                f"stage {empty} has no whole TP group of {layout.tp} left, and no other worker can"
-                f" take its place: {self.why_workers_stay}; restart from the last checkpoint"
+                f"stage {empty} has {layout.groups_text(0)} left, and no other worker can take its"
+                f" place: {self.why_workers_stay}; restart from the last checkpoint"
             )
         if sum(layout.widths) < num_stages:
             raise LayoutError(
-                f"{sum(layout.widths)} whole TP groups of {layout.tp} are left for {num_stages}"
-                " stages, wanted one for each; restart from the last checkpoint with fewer stages"
+                f"{layout.groups_text(sum(layout.widths))} left for {num_stages} stages, wanted one"
+                " for each; restart from the last checkpoint, with fewer stages or more workers"
             )
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
