@@ -20,6 +20,7 @@ class JobConstants(TypedDict, total=False):
     training loader; ``stream``: where the workers lately were in an iterable one, as `Told` of
     adapters/deepspeed/accelerate/stream.py has it; ``trackers``: the runs of a Trainer's trackers,
     as adapters/deepspeed/hf_trainer/trackers.py names them, or that of a script's own loop;
+    ``loaded``: the checkpoints that it had loaded when its loop began;
     ``called``: what the script's own collectives gave before it trained, as loops/calls_before.py
     writes it.
     """
@@ -38,4 +39,5 @@ class JobConstants(TypedDict, total=False):
     sampler: str
     stream: tuple[int, int, int, str]
     trackers: dict[str, Any]
+    loaded: list[str]
     called: str

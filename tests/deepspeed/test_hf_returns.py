@@ -242,7 +242,7 @@ from elaswave_plugin.loops.guarded_steps import GuardedSteps
 begin = GuardedSteps.begin
 def waits(path):
     lines = [json.loads(line) for line in open(path) if line.endswith("\\n")]
-    return any(e["kind"] == "worker_ready" and e["incarnation"] == 1 for e in lines)
+    return any(e["kind"] == "worker_exited" and e["incarnation"] == 1 for e in lines)
 def begin_later(self):
     worker, deadline_s = self.worker, time.monotonic() + 60
     while worker.completed == 6 and not waits(worker.config.dir / "events.jsonl"):

@@ -50,7 +50,7 @@ from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.loop_body import LoopBody
-from elaswave_plugin.loops.record_told import RecordTold
+from elaswave_plugin.loops.record_told import RecordTold, check_loaded
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
@@ -104,6 +104,7 @@ class OwnLoop(ElasticJob):
         self._drawn: list[int] = []
         self._calls: CallRecord = CallRecord(
             lags=lambda: self._loop.is_lagging,
+        check_loaded(worker, saves.loaded)
             draws=lambda: (self._drawn, len(self._worker.view.ranks)),
             follow_draws=lambda told: self._settle(*told[0]),
         )
@@ -139,7 +140,7 @@ class OwnLoop(ElasticJob):
         self._leave_at_exit()
 
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
-        told = RecordTold(self._worker, self._calls, place=self._place, loads=self._saves.loaded)
+        told = RecordTold(self._worker, self._calls, place=self._place)
         loop = CallLog(steps, knowledge=told, passes=True)
         loop.after_recovery += [ScriptRun(self._worker).follow, self._tell_first]
         body = LoopBody(loop, self._calls, scale=self.shares.scale, on_sum=self.shares.note_sum)

@@ -19,7 +19,7 @@ from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import numbers_of, with_numbers
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.loops.record_told import RecordTold
+from elaswave_plugin.loops.record_told import RecordTold, check_loaded
 from elaswave_plugin.loops.shared_record import SharedRecord
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ class ScriptRecord:
         # The checkpoints that the script has loaded at its start.
         self.loads: list[str] = []
         worker = job.loop.worker
-        self._told = RecordTold(worker, self._calls, place=(), loads=self.loads)
+        self._told = RecordTold(worker, self._calls, place=())
         self._is_kept = self._has_begun = self._inside = False
         self._loader: ElasticLoader | None = None
         self._batch: Any = None
@@ -68,6 +68,8 @@ class ScriptRecord:
     def begin(self, loader: ElasticLoader) -> None:
         """Enter the job, before the first batch of the script's training loader."""
         if self._is_kept:
+            if not self._has_begun:
+                check_loaded(self._job.loop.worker, self.loads)
             self._loader, self._has_begun = loader, True
             self._job.arrive()
 
