@@ -3,12 +3,13 @@
 import argparse
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from elaswave_plugin.around import around
 
-__all__ = ["install"]
+__all__ = ["be_not_first", "install"]
 
 _MARK = "__elaswave__"
 _FLAG = "--elaswave"
@@ -16,6 +17,8 @@ _FLAG = "--elaswave"
 _SUPERVISED = "ELASWAVE_AGENT"
 # Of these, whatever asks for a rank asks for its own.
 _FRAMEWORKS = ("torch.", "megatron.core.", "elaswave_plugin.")
+# Of a worker, and how many had its place before it (ipc/environment.py).
+_SLOT, _INCARNATION = "ELASWAVE_SLOT", "ELASWAVE_INCARNATION"
 # The backend of a world that is ours already.
 _OURS = "elaswave"
 
@@ -45,9 +48,9 @@ class _Start:
         return self._made is not None and bool(self._made.is_behind)
 
     def joining(self, native: Any) -> Any:
-        """``init_process_group``, which `attach` puts back where a script says how it joins."""
+        """``init_process_group``, which a script of another kind has put back by its mark."""
         joining = around(self._join)(native)
-        vars(joining)[_MARK] = native
+        vars(joining)[_MARK] = partial(_leave, native)
         return joining
 
     def _join(self, native: Any, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +59,6 @@ class _Start:
             return native(backend, *args, **kwargs)
         start = import_module("elaswave_plugin.adapters.megatron.script_start")
         self._made = start.ScriptStart()
-        if self.is_behind() and os.environ.get("RANK") == "0":
-            os.environ["RANK"] = "1"
         return native(**self._made.world())
 
     def not_first(self, native: Any, group: Any = None) -> int:
@@ -131,6 +132,7 @@ def install() -> None:
     distributed, parser = vars(import_module("torch.distributed")), argparse.ArgumentParser
     if hasattr(distributed["init_process_group"], _MARK):
         return
+    be_not_first()
     start = _Start()
     distributed["init_process_group"] = start.joining(distributed["init_process_group"])
     torch, cuda = vars(import_module("torch")), vars(import_module("torch.cuda"))
@@ -145,6 +147,26 @@ def install() -> None:
         owner[name] = around(call)(owner[name])
     parse = around(_without_ours)(parser.parse_known_args)
     parser.parse_known_args = parse  # type: ignore[method-assign]
+
+
+def be_not_first() -> None:
+    """Have a script in the place of a lost rank 0 read another rank, also before its world is made.
+
+    What it does on rank 0 alone, as a log, the others have behind them.
+    """
+    if _is_wanted() and _replaces_rank_0():
+        os.environ["RANK"] = "1"
+
+
+def _replaces_rank_0() -> bool:
+    return os.environ.get(_SLOT) == "0" and os.environ.get(_INCARNATION) != "0"
+
+
+def _leave(native: Any) -> None:
+    """Have ``init_process_group`` and the rank as they were: the script says how it joins."""
+    vars(import_module("torch.distributed"))["init_process_group"] = native
+    if _replaces_rank_0():
+        os.environ["RANK"] = "0"
 
 
 def _where_there_is_one(native: Any, device: Any) -> None:

@@ -73,6 +73,9 @@ def run(script: str, args: Sequence[str], *, module: bool, first_path: str | Non
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
     sys.argv = [script, *args]
+    imported = sys.modules.get("elaswave_plugin.megatron_core")
+    if imported is not None:  # by the zygote, before this was a worker
+        imported.be_not_first()
     if module:
         runpy._run_module_as_main(script)  # type: ignore[attr-defined]
     elif os.path.isfile(script) and not _is_archive(script):

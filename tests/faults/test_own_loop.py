@@ -65,6 +65,18 @@ LINES: dict[str, tuple[tuple[Change, ...], str]] = {
         ),
         "1@2:reduce",
     ),
+    "timers that wait for all": (
+        (
+            (
+                "    for iteration in range(args.train_iters):\n",
+                "    timers = __import__('megatron.core.timers').core.timers.Timers(2, 'minmax')\n"
+                "    for config in (model[0].config, optimizer.config):\n"
+                "        config.timers, config.barrier_with_L1_time = timers, True\n"
+                "    for iteration in range(args.train_iters):\n",
+            ),
+        ),
+        "1@2:backward",
+    ),
 }
 
 
@@ -152,6 +164,8 @@ def test_lines_that_stand_between_the_calls(
     spec = replace(spec_of(1, "backward"), script=own_loop.write(tmp_path, *changes))
     survived = run(replace(spec, kills=(kill,)))
     check_equal(survived, reference(spec.undisturbed()))
+    said = survived.output.count("barrier_with_L1_time is switched off")
+    assert said == line.startswith("timers")
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1, 3", moment="2:backward, 4:data")

@@ -20,6 +20,7 @@ from tests.faults.test_own_loop import (
     MADE,
     PP2,
     SEED,
+    TP2,
     TRAINS,
     VERBS,
     reading,
@@ -230,6 +231,47 @@ _LOG = """\
     log("begins", mode="w")
 """
 _LOOP = "    for iteration in range(args.train_iters):\n"
+_KEEPS = """\
+RANK = int(os.environ["RANK"])
+
+
+def build_model("""
+_WRITES = """\
+        if RANK == 0:
+            print(f"by the environment {iteration}\\n", end="")
+        if rank == 0:
+            print(f"by a variable {iteration}\\n", end="")
+        if parallel_state.get_data_parallel_rank() == 0:
+            print(f"by the replica {iteration}\\n", end="")
+        replica = int(os.environ["ELASWAVE_SLOT"]) // args.tensor_model_parallel_size
+        if replica and f"{parallel_state.get_data_parallel_rank()}" != f"{replica}":
+            raise RuntimeError(f"replica {replica} is told to be another one")
+"""
+
+
+@proves(Kind.RETURN, Promise.WHOLE, victim="0", moment="2:backward")
+@pytest.mark.parametrize("sizes", [(), TP2], ids=" ".join)
+def test_what_one_worker_writes_is_written_once(
+    run: Launch, tmp_path: Path, sizes: tuple[str, ...]
+) -> None:
+    """By a rank from before the loss nobody writes any more; by the replica the next one does."""
+    changes = (
+        ("def build_model(", _KEEPS),
+        (_LOOP, "    rank = torch.distributed.get_rank()\n" + _LOOP),
+        (TRAINS, TRAINS + _WRITES),
+    )
+    spec = replace(coming_back(0, at=5), script=own_loop.write(tmp_path, *changes), steps=7)
+    survived = run(replace(spec, options=(*spec.options, *sizes)))
+    check_survived(survived)
+    assert entered(survived) == [(0, 1)]
+    written = {
+        what: [int(step) for step in re.findall(rf"by {what} (\d)", survived.output)]
+        for what in ("the environment", "a variable", "the replica")
+    }
+    assert written["the environment"] == written["a variable"] == [0, 1]
+    # One worker of each place in a TP group.
+    wanted = [step for step in range(7) for _ in range(2 if sizes else 1)]
+    assert sorted(written["the replica"]) == wanted
 
 
 @proves(Kind.RETURN, Promise.WHOLE, victim="0", moment="2:backward")
@@ -307,6 +349,22 @@ _RESUMES = """\
             {"iteration": 0}, str(Path(args.save) / f"iter_{int(tracker.read_text()):07d}")
         )
 """
+# The others begin no later step before the worker that came has left.
+_HOLDS = """
+import time
+from elaswave_plugin.loops.guarded_steps import GuardedSteps
+begin_now = GuardedSteps.begin
+def begin_once_it_has_left(self):
+    begin_now(self)
+    worker, deadline_s = self.worker, time.monotonic() + 60
+    worker.member.announce("a slow batch")
+    while worker.completed == 4 and open(worker.events.path).read().count('"worker_exited"') < 2:
+        worker.member.check()
+        assert time.monotonic() < deadline_s, "nobody has left"
+        time.sleep(0.005)
+    worker.member.announce(None)
+GuardedSteps.begin = begin_once_it_has_left
+"""
 _FETCH = "    forward_backward = get_forward_backward_func()\n"
 OTHERWISE: dict[str, tuple[tuple[Change, ...], str]] = {
     "it goes on from the newest checkpoint": (
@@ -342,6 +400,7 @@ def test_one_that_does_otherwise_stays_away(
     survived: Outcome = run(replace(spec, failing=(1,)))
     check_survived(survived)
     assert survived.output.count(sentence) == 1
+    assert (len(survived.events("view_committed")) > 2) == is_let_in
     assert "Traceback" not in survived.output
     assert len(validation_of(survived)) >= 8
 
@@ -351,24 +410,7 @@ def test_a_stage_of_a_pipeline_that_is_lost_in_a_save(
     run: Launch, reference: Reference, tmp_path: Path
 ) -> None:
     options = (*VERBS.options, SEED, *PP2, f"--save={tmp_path}", "--save-interval=2")
-# The others begin no later step before the worker that came has left.
-_HOLDS = """
-import time
-from elaswave_plugin.loops.guarded_steps import GuardedSteps
-begin_now = GuardedSteps.begin
-def begin_once_it_has_left(self):
-    begin_now(self)
-    worker, deadline_s = self.worker, time.monotonic() + 60
-    worker.member.announce("a slow batch")
-    while worker.completed == 4 and open(worker.events.path).read().count('"worker_exited"') < 2:
-        worker.member.check()
-        assert time.monotonic() < deadline_s, "nobody has left"
-        time.sleep(0.005)
-    worker.member.announce(None)
-GuardedSteps.begin = begin_once_it_has_left
-"""
     spec = replace(coming_back(2), kills=(f"2@4:{SAVE_PHASE}",), changes=("+2@5",))
     survived = run(replace(spec, options=options))
     check_equal(survived, reference(replace(VERBS, options=(*VERBS.options, *PP2))))
     assert entered(survived) == [(2, 1)]
-    assert (len(survived.events("view_committed")) > 2) == is_let_in

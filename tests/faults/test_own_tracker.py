@@ -60,7 +60,7 @@ def test_its_run_goes_on_through_two_losses_of_rank_0(run: Launch, tmp_path: Pat
     survived = run(logging(spec, tmp_path))
     check_survived(survived)
     check_rows(survived, tmp_path, folders=3)
-    said = "worker 0 is gone, which was rank 0 and of replica 0: what the script does by a rank"
+    said = "worker 0 is gone, which was rank 0: what the script does by a rank that it has"
     assert survived.output.count(said) == 1
 
 

@@ -17,7 +17,10 @@ from elaswave_plugin.adapters.megatron.contract import ForwardBackward, TrainSte
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
-from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
+from elaswave_plugin.adapters.megatron.own_timers import (
+    say_without_barriers,
+    stopped_where_interrupted,
+)
 from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
@@ -121,6 +124,8 @@ class ElasticJob(PlainJob):
         """Its state is sealed before the first step, or the first work between steps."""
         check_world(self._worker.groups, model_parallel=self._sizes.model_parallel)
         number = len(self._bound)
+        if self._worker.owns_rank_0:
+            say_without_barriers([*(one.config for one in chunks), optimizer.config])
         self._bound.append(
             MegatronFramework(
                 self._worker,

@@ -81,19 +81,19 @@ class LostShares:
 
     def _mine(self) -> Sequence[int]:
         """The replicas whose share is this worker's: not the first one's, which shows its own."""
-        launched, there = self._data_parallel()
+        launched, there = self.data_parallel()
         if there[min(1, len(there) - 1)] != self._worker.slot:
             return ()
         return [number for number, slot in enumerate(launched) if slot not in there]
 
-    def _data_parallel(self) -> tuple[Sequence[int], Sequence[int]]:
+    def data_parallel(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return of which workers this one's data-parallel group was made, and who is there."""
         launched = self._worker.groups.made_of(parallel_state.get_data_parallel_group())
         return launched, [slot for slot in launched if slot in self._worker.view.ranks]
 
     def scale(self, members: Sequence[int]) -> float:
         """Return what makes the mean of these workers that of the launch."""
-        launched, there = self._data_parallel()
+        launched, there = self.data_parallel()
         is_data_parallel = self.are_reported and {*members} == {*there}
         return len(members) / len(launched) if is_data_parallel else 1.0
 

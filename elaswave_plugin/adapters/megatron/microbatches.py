@@ -125,6 +125,11 @@ class Microbatches:
             return flow.coordinate(slot)
         return Coordinate(stage=0, order=self._worker.view.ranks.index(slot), tp=0)
 
+    def is_placed(self, slot: int) -> bool:
+        """Return whether a worker that is there has a part of the model."""
+        flow = self.flow
+        return isinstance(flow, Dataflow) or flow.coordinate(slot) is not None
+
     @property
     def hosted(self) -> tuple[int, ...]:
         """The replicas of which this worker runs micro-batches, in a data-parallel job."""

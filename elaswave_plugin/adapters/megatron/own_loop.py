@@ -54,11 +54,8 @@ from elaswave_plugin.loops.record_told import RecordTold, check_loaded
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
-FIRST_SHOWN = 1
-"""The replica that the first one is told to be while its script is behind the others.
-
-What it does alone, as writing files, is done for these steps.
-"""
+# The rank that the first worker is told while its script is behind the others.
+_SHOWN_FIRST = 1
 # A loop of a script's own does not say how many steps it makes.
 _ENDLESS = 1 << 40
 
@@ -104,10 +101,10 @@ class OwnLoop(ElasticJob):
         self._drawn: list[int] = []
         self._calls: CallRecord = CallRecord(
             lags=lambda: self._loop.is_lagging,
-        check_loaded(worker, saves.loaded)
             draws=lambda: (self._drawn, len(self._worker.view.ranks)),
             follow_draws=lambda told: self._settle(*told[0]),
         )
+        check_loaded(worker, saves.loaded)
         self._streams = Streams()
         self.shares = LostShares(worker)
         """Of lost replicas, in what is reported here."""
@@ -154,10 +151,9 @@ class OwnLoop(ElasticJob):
         self._has_told_first = True
         if self._worker.owns_rank_0:
             say(
-                f"worker {first} is gone, which was rank 0 and of replica 0: what the script does"
-                " by a rank that it asked for at its start, or where get_data_parallel_rank() is"
-                " 0, as writing files, is left out until it is back; where"
-                f" torch.distributed.get_rank() is 0, worker {self._worker.slot} does it"
+                f"worker {first} is gone, which was rank 0: what the script does by a rank that it"
+                " has in a variable, as writing files, is left out from here on; where it asks for"
+                f" torch.distributed.get_rank() again, worker {self._worker.slot} does it"
             )
 
     def _is_as_begun(self, step: int) -> bool:
@@ -175,6 +171,12 @@ class OwnLoop(ElasticJob):
     def has_place(self) -> bool:
         """True while this worker has a part of the model."""
         return self._microbatches.coordinate is not None
+
+    @property
+    def stands_for_first(self) -> bool:
+        """True in the first worker that is left of those that had its part of the model."""
+        _, there = self.shares.data_parallel()
+        return self._worker.slot in [*filter(self._microbatches.is_placed, there)][:1]
 
     def leave_out(self, what: str) -> None:
         """Say, once, that the script saves a part of the model that this worker has not."""
@@ -481,7 +483,7 @@ class OwnLoop(ElasticJob):
             return None
         known = self._streams.of(iterator)
         if known is None:
-            mine = {self.replica, self.replica or FIRST_SHOWN}
+            mine = {self.replica, self.replica or _SHOWN_FIRST}
             try:
                 original = Original(iterator, mine=mine, num_replicas=self.width)
             except InMemory:

@@ -1,6 +1,6 @@
 """Timers of the script's own that an interrupted step leaves running."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -8,6 +8,16 @@ from typing import Any
 from megatron.core.timers import Timers
 
 from elaswave_plugin.adapters.closure import globals_of, nonlocals_of
+from elaswave_plugin.ipc.console import say
+
+
+def say_without_barriers(configs: Iterable[Any]) -> None:
+    """Say where timers of a script's configurations have waited for all workers, and do not."""
+    if any(one.timers is not None and one.barrier_with_L1_time for one in configs):
+        say(
+            "barrier_with_L1_time is switched off, as after a loss not all workers run the same"
+            " passes: each worker's timers measure its own time"
+        )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
-from elaswave_plugin.adapters.megatron.own_loop import FIRST_SHOWN, OwnLoop
+from elaswave_plugin.adapters.megatron.own_loop import OwnLoop
 from elaswave_plugin.adapters.megatron.script_run import lose_little
 from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
@@ -45,6 +45,23 @@ def _is_of_a_framework() -> bool:
     # Behind the replacement that ``around`` has made.
     asker = sys._getframe(3).f_globals.get("__name__", "")
     return asker.startswith(("megatron.core.", "torch.", "elaswave_plugin."))
+
+
+class ReplicaNumber(int):
+    """The number of a replica, by which a script reads; compared with 0, whether it writes."""
+
+    writes = False
+
+    def __eq__(self, other: object) -> bool:
+        return self.writes if other == 0 else int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return not self.writes
+
+    __hash__ = int.__hash__
 
 
 class ScriptStart:
@@ -173,4 +190,8 @@ class ScriptStart:
         if _is_of_a_framework():
             return native(*args, **kwargs)
         replica = native(*args, **kwargs) if loop is None else loop.replica
-        return FIRST_SHOWN if self.is_behind and not replica else replica
+        writes = not self.is_behind and (replica == 0 if loop is None else loop.stands_for_first)
+        if writes != (replica == 0):
+            replica = ReplicaNumber(replica)
+            replica.writes = writes
+        return replica

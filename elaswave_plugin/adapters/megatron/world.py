@@ -24,10 +24,9 @@ INIT = "torch.distributed.init_process_group(**job.process_group())"
 
 def leave_start_to_script() -> None:
     """Have ``init_process_group`` join no job by itself: the script's lines say whether it does."""
-    found: dict[str, Any] = vars(dist)
-    native = vars(found["init_process_group"]).get("__elaswave__")
-    if native is not None:
-        found["init_process_group"] = native
+    leave = vars(vars(dist)["init_process_group"]).get("__elaswave__")
+    if leave is not None:
+        leave()
 
 
 def check_no_world() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
+from elaswave_plugin.adapters.megatron.world import leave_start_to_script
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks
 from elaswave_plugin.adapters.megatron_lm.own_means import without_averages
 from elaswave_plugin.adapters.megatron_lm.patches import lm_patches
@@ -22,6 +23,7 @@ def run(train: Callable[[], Any]) -> Any:
 
     Bad input ends the process with one sentence and exit code 2.
     """
+    leave_start_to_script()
     with ExitStack() as stack:
 
         def apply(patches: PatchSet) -> None:

@@ -32,7 +32,7 @@ def replica_name(sampler: Any, *, mine: Collection[int], num_replicas: int) -> s
         return None
     if type(sampler) is RandomSampler and sampler.generator is None:
         return None
-    if name is None or getattr(sampler, name) not in mine:
+    if name is None or int(getattr(sampler, name)) not in mine:
         wanted = " or ".join(map(str, sorted(mine)))
         seen = "" if name is None else f" whose {name} is {getattr(sampler, name)}, not {wanted}"
         raise ConfigurationError(
