@@ -160,6 +160,18 @@ REFERENCE: tuple[Change, ...] = (
 )
 
 
+# Stages tell each other tensors of one size, and only the last one has log-probabilities.
+STAGES: tuple[Change, ...] = (
+    ("        for _ in range(drawn(1, 3)):\n", "        for _ in range(1):\n"),
+    ('8 * -(-max(map(len, batch["tokens"])) // 8)', "32"),
+    (
+        _OLD + '[one for report in reports for one in report["log_probs"]]\n',
+        _OLD + '[one for report in reports for one in report["log_probs"]]\n'
+        '            samples["old"] = samples["old"] or [None] * len(parts)\n',
+    ),
+)
+
+
 # Each token weighs the same, however many a replica has.
 PER_TOKEN: tuple[Change, ...] = (
     (

@@ -8,9 +8,9 @@ import pytest
 
 from elaswave_plugin.config import STEP_PHASES, parse_kill
 from elaswave_plugin.observer.observer import audit_samples
-from tests.faults import own_loop, rl_loop
+from tests.faults import rl_loop
 from tests.faults.conftest import Launch, Reference
-from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, check_went_on
+from tests.faults.harness import Outcome, check_equal, check_survived, check_went_on
 from tests.faults.own_scripts import Change
 from tests.faults.rl_loop import RolloutSpec
 from tests.proofs import Kind, Promise, proves
@@ -19,6 +19,7 @@ from tests.sample import sampled
 SEED = "--elaswave-seed=1234"
 SPEC = RolloutSpec(steps=6, options=(SEED,))
 TP2 = replace(SPEC, replicas=2, options=(SEED, "--tensor-model-parallel-size=2"))
+PP2 = replace(SPEC, replicas=2, options=(SEED, "--pipeline-model-parallel-size=2"))
 # In the first mini-batch of a rollout and in the second, and while log-probabilities are computed.
 KILLS = [
     "1@2:evaluation",
@@ -29,7 +30,7 @@ KILLS = [
 def ratios_of(run: Outcome, steps: range) -> dict[tuple[int, int], set[str]]:
     """Read what each caller was told of its samples, by replica and step."""
     told: dict[tuple[int, int], set[str]] = {}
-    for replica, step, ratios in re.findall(r"ratios (\d) (\d) (.*)", run.output):
+    for replica, step, ratios in re.findall(r"ratios (\d) (\d) (.+)", run.output):
         if int(step) in steps:
             told.setdefault((int(replica), int(step)), set()).add(ratios)
     return told
@@ -168,13 +169,18 @@ def test_what_it_cannot_do_is_one_sentence(run: Launch, tmp_path: Path, what: st
     assert "Traceback" not in refused.output
 
 
-@proves(Kind.WRONG_SCRIPT, Promise.REFUSED)
-def test_stages_of_a_pipeline_are_refused(run: Launch, tmp_path: Path) -> None:
-    change = ("iter(loader(train)), loader(valid)", "iter([*loader(train)]), loader(valid)")
-    pp2 = JobSpec(nproc=2, steps=3, options=("--pipeline-model-parallel-size=2",))
-    refused = run(replace(pp2, script=own_loop.write(tmp_path, change)))
-    assert (refused.returncode, refused.orphans) == (2, ())
-    assert refused.output.count("data_iterator is a list_iterator, whose batches are in mem") == 1
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize("kill", sampled(["0@2:evaluation", "1@2:backward", "2@3:forward"]))
+def test_a_stage_that_loses_a_replica(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str
+) -> None:
+    """The last stage alone has what the log-probabilities were; the struck step is whole."""
+    spec = replace(PP2, script=rl_loop.write(tmp_path, "get_next", *rl_loop.STAGES))
+    fault = parse_kill(kill)
+    step = fault.step + (fault.phase != "evaluation")
+    survived, whole = run(replace(spec, kills=(kill,))), reference(spec)
+    planned = run(replace(spec, changes=(f"{fault.slot}@{step}",)))
+    check_left_out(survived, planned, whole, step=step)
 
 
 @proves(Kind.KILLS, Promise.PLANNED, victim="2, 3", moment="2:backward")

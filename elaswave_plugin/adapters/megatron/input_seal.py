@@ -1,7 +1,8 @@
 """Batches that a script has in memory: drawn before their call, with copies on other workers.
 
 Nobody else can read them. Micro-batches of a lost worker are read from the copy, which lies where
-copies of that worker's snapshots do. What is in no copy is left out of its step.
+copies of that worker's snapshots do. What is in no copy is left out of its step. Those of a replica
+may have more at one pipeline stage than at another, as log-probabilities at the last one.
 """
 
 from collections import deque
@@ -115,16 +116,29 @@ def _on_device(result: Any, on_device: list[bool]) -> Any:
 class InputSeal:
     """The batches of the last steps' calls that trained: a worker's own, and copies of others'."""
 
-    def __init__(self, worker: Worker, *, replica: int, num_replicas: int) -> None:
-        """``replica``: that of this worker at the launch, of ``num_replicas``."""
-        self.worker, self.replica, self._width = worker, replica, num_replicas
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        replica: int,
+        num_replicas: int,
+        stage: int = 0,
+        num_stages: int = 1,
+    ) -> None:
+        """``replica``, ``stage``: those of this worker at the launch."""
+        self.worker, self._width, self._num_places = worker, num_replicas, num_replicas * num_stages
+        self.stage, self.place = stage, self.place_of(stage, replica)
         self.position = 0
         """The call that comes next, of those with batches in memory."""
-        # By call: the step that it was of, and batches by replica.
+        # By call: the step that it was of, and batches by place.
         self._laid: dict[int, tuple[int, dict[int, Batches]]] = {}
         self._has_said, self._missed = False, set[int]()
         self.left_out: frozenset[int] = frozenset()
         """The replicas whose batches of the last call are in no worker."""
+
+    def place_of(self, stage: int, replica: int) -> int:
+        """Return the number of a replica at a stage, by which its batches are known."""
+        return stage * self._width + replica
 
     def next_call(self) -> int:
         """Begin the next call; returns its number."""
@@ -134,7 +148,7 @@ class InputSeal:
     def lay(self, call: int, own: Batches) -> dict[int, Batches]:
         """Have copies of a call's batches where copies of snapshots lie, and hold those of others.
 
-        Collective over WORLD. Returns what lies here, by replica. Raises ConfigurationError, alike
+        Collective over WORLD. Returns what lies here, by place. Raises ConfigurationError, alike
         on all workers, where batches are larger than is set, or not as many on each.
         """
         worker = self.worker
@@ -142,8 +156,8 @@ class InputSeal:
         for old in [one for one, (step, _) in self._laid.items() if step <= oldest]:
             del self._laid[old]
         here = self._laid.setdefault(call, (worker.completed, {}))[1]
-        here[self.replica] = own
-        whole = torch.frombuffer(bytearray(encode([self.replica, own], _WHAT)), dtype=torch.uint8)
+        here[self.place] = own
+        whole = torch.frombuffer(bytearray(encode([self.place, own], _WHAT)), dtype=torch.uint8)
         table = [torch.zeros(2, dtype=torch.int64) for _ in worker.ranks]
         dist.all_gather(table, torch.tensor([len(whole), len(own)]))
         sizes, counts = zip(*(row.tolist() for row in table), strict=True)
@@ -155,8 +169,8 @@ class InputSeal:
             if me in holders[rank]:
                 copy = torch.zeros(size, dtype=torch.uint8)
                 dist.recv(copy, rank)
-                replica, batches = decode(copy.numpy().data, _WHAT)
-                here.setdefault(replica, batches)
+                place, batches = decode(copy.numpy().data, _WHAT)
+                here.setdefault(place, batches)
         for one in sent:
             one.wait()
         return {**here}
@@ -213,7 +227,8 @@ class InputSeal:
         """
         worker, width = self.worker, self._width
         held = [{*one} for one in gathered(sorted(here))]
-        self.left_out, here = frozenset(range(width)).difference(*held), {**here}
+        missing = {*range(self._num_places)}.difference(*held)
+        self.left_out, here = frozenset(place % width for place in missing), {**here}
         if not self._missed.issuperset(self.left_out) and worker.owns_rank_0:
             names = ", ".join(map(str, sorted(self.left_out)))
             say(
@@ -223,15 +238,28 @@ class InputSeal:
             )
         self._missed.update(self.left_out)
         dealt = flow(self.left_out)
-        for replica in sorted({*range(width)} - self.left_out):
+        for place in sorted({*range(self._num_places)} - missing):
+            stage, replica = divmod(place, width)
             wants = (
-                with_all or any(k % width == replica for k in dealt.microbatches(slot))
+                with_all
+                or (
+                    stage_in(dealt, slot) == stage
+                    and any(k % width == replica for k in dealt.microbatches(slot))
+                )
                 for slot in worker.ranks
             )
-            if any(one and replica not in has for one, has in zip(wants, held, strict=True)):
-                source = next(rank for rank, has in enumerate(held) if replica in has)
-                here[replica] = told_by(source, here.get(replica), _WHAT)
+            if any(one and place not in has for one, has in zip(wants, held, strict=True)):
+                source = next(rank for rank, has in enumerate(held) if place in has)
+                here[place] = told_by(source, here.get(place), _WHAT)
         return here
+
+
+def stage_in(flow: Dataflow | PipelineFlow, slot: int) -> int | None:
+    """Return the stage of a worker; None for one without a place."""
+    if isinstance(flow, Dataflow):
+        return 0
+    place = flow.coordinate(slot)
+    return None if place is None else place.stage
 
 
 class SealedCall:
@@ -267,7 +295,7 @@ class SealedCall:
 
         Collective over WORLD, unless nothing is trained and all is as at the launch.
         """
-        call, self._batches = self._seal.next_call(), {self._seal.replica: self._own}
+        call, self._batches = self._seal.next_call(), {self._seal.place: self._own}
         if self._trains:
             self._batches = self._seal.lay(call, self._own)
         with_all = self._trains and self._is_rehearsed()
@@ -277,12 +305,17 @@ class SealedCall:
 
     def has(self, first: int, replica: int, number: int) -> bool:
         """Return whether a replica's batch is here."""
-        return replica in self._batches
+        return self._place(replica) in self._batches
 
     def deliver(self, first: int, replica: int, number: int) -> None:
         """The next batch is a replica's ``number``-th."""
-        self._reads = _decoded(self._batches[replica][number])
+        self._reads = _decoded(self._batches[self._place(replica)][number])
         self._due = deque(self._reads)
+
+    def _place(self, replica: int) -> int:
+        """The number of a replica at the stage where this worker is."""
+        stage = stage_in(self._flow(self.left_out), self._seal.worker.slot)
+        return self._seal.place_of(self._seal.stage if stage is None else stage, replica)
 
     def __iter__(self) -> Iterator[Any]:
         return self

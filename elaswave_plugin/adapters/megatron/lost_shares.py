@@ -61,12 +61,16 @@ class LostShares:
         """Return a replica's reports, with those of lost ones on the worker that has them.
 
         ``mine``: this worker's, by micro-batch; ``of(replica)``: the micro-batches of one;
-        ``are_sums``: whether they are over all replicas already. Collective over WORLD.
+        ``are_sums``: whether they are over all replicas already. Those of another replica where
+        this one is not run. Collective over WORLD.
         """
         divides_by_workers = self._is_width_asked and not self._are_replicas_asked
         told = gathered([self._are_summed, divides_by_workers or are_sums, *mine.items()])
         every = {number: one for _, _, *items in told for number, one in items}
-        own = [every[number] for number in of(replica)]
+        launched, _ = self.data_parallel()
+        # One of which batches are lost at another stage is run by nobody.
+        ran = (one for one in (replica, *range(len(launched))) if {*of(one)} <= {*every})
+        own = [every[number] for number in of(next(ran))]
         sizes = {size for report in every.values() for size in _sizes(report)}
         are_summed, are_others = (any(one[place] for one in told) for place in (0, 1))
         are_wanted = self.are_missing and are_summed and not are_others

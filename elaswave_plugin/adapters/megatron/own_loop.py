@@ -346,8 +346,8 @@ class OwnLoop(ElasticJob):
             self._settle(rng.WORK, self._loop.works_done)
         first, read = stream.take(count), self._read.position
         moment = first if forward_only else step
-        is_whole = self._microbatches.flow.is_healthy or stream.has(first, self.replica, count - 1)
-        if not is_whole:
+        is_known = self._microbatches.flow.is_healthy or isinstance(stream, SealedCall)
+        if not (is_known or stream.has(first, self.replica, count - 1)):
             # All replicas' data end alike, and a worker may run none of what is missing.
             raise StopIteration
 
@@ -520,12 +520,13 @@ class OwnLoop(ElasticJob):
                 f"data_iterator is a {kind}, which is no iterator: {ADVICE}, on every worker"
             )
         if self._seal is None:
-            if self._sizes.model_parallel[1] > 1:
-                raise ConfigurationError(
-                    f"data_iterator is a {kind}, whose batches are in memory, and there are"
-                    f" pipeline stages, for which these are not carried: {ADVICE}"
-                )
-            self._seal = InputSeal(self._worker, replica=self.replica, num_replicas=self.width)
+            self._seal = InputSeal(
+                self._worker,
+                replica=self.replica,
+                num_replicas=self.width,
+                stage=self._place[1],
+                num_stages=self._sizes.model_parallel[1],
+            )
             self._positions.follow(self._seal)
             self._calls.end(
                 "its script makes batches in memory from what the model is by then; set respawn to"
