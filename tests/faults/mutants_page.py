@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.deepspeed.call_mutants import CALLS, call_mutants
 from tests.faults.harness import ROOT, SCRIPT
 from tests.faults.mutants import Mutant, mutants
-from tests.faults.replacements import DETACHED, LESS, RAISES, REFUSED, TRAINS
+from tests.faults.replacements import DETACHED, LESS, RAISES, REFUSED
 
 PAGE = ROOT / "docs" / "wrong_lines.md"
 # Of a line that is moved; the head of the page says it once.
@@ -17,13 +17,13 @@ HEAD = """\
 # What a wrong line does
 
 Each of the ten lines that `examples/train_gpt.py` marks, and each call of
-`elaswave_plugin.deepspeed`, left out, moved by one statement or written otherwise, one at a time.
-Two workers train, one is killed in step 3. *Trains right*: the ledger is exact, the loss is
-survived, and losses, norms, weights and optimizer state have the bits of the script as it is
-(DeepSpeed: of its run in which the same worker leaves as planned). *A sentence alone*: it refuses
-the job in the first step at the latest (or when the line is first reached), exit code 2. *An error
-of its own*: the traceback of Python or a framework once, exit code 1. No worker is started again in
-either. *Nothing attached*: the script trains unprotected, and one line at its first step says so.
+`elaswave_plugin.deepspeed`, left out, moved by one statement or written otherwise, one at a time,
+while two workers train and one is killed in step 3. Changes that train right, with the bits of the
+script as it is (DeepSpeed: of its run in which the same worker leaves as planned), are left out.
+A sentence refuses the job in the first step at the latest (or when the line is first reached), exit
+code 2. *An error of its own*: the traceback of Python or a framework once, exit code 1. No worker
+is started again in either. *Nothing attached*: the script trains unprotected, and one line at its
+first step says so.
 
 This page is printed by `python -m tests.faults.mutants_page`, and every row is run by
 `tests/faults/test_mutants.py` and `tests/deepspeed/test_call_mutants.py`.
@@ -38,7 +38,7 @@ The calls of `tests/deepspeed/scripts/calls.py`; a script with the section needs
 
 
 def page() -> str:
-    """All mutants, a table for each marked line."""
+    """All mutants that go wrong, a table for each marked line."""
     parts = [HEAD, *_tables(SCRIPT, mutants()), DEEPSPEED, *_tables(CALLS, call_mutants())]
     return "".join(parts).rstrip("\n") + "\n"
 
@@ -52,14 +52,12 @@ def _tables(script: Path, ones: Iterable[Mutant]) -> Iterator[str]:
     ordered = sorted(ones, key=lambda one: one.line)
     for line, of_line in groupby(ordered, key=lambda one: one.line):
         found = [replace(one, change=one.change.removesuffix(STEP)) for one in of_line]
-        right = ", ".join(one.change for one in found if one.end == TRAINS)
         error = ", ".join(one.change for one in found if one.end == RAISES)
-        items = [f"- Trains right: {right}."] if right else []
         told: dict[str, list[str]] = {}
         for one in found:
             if one.end in (REFUSED, DETACHED, LESS):
                 told.setdefault(_end(one), []).append(one.change)
-        items += [f"- {', '.join(changes)}: {end}" for end, changes in told.items()]
+        items = [f"- {', '.join(changes)}: {end}" for end, changes in told.items()]
         items += [f"- An error of its own, once: {error}."] if error else []
         yield f"## {line}. `{marked[line]}`\n\n" + "\n".join(items) + "\n\n"
 
