@@ -140,7 +140,7 @@ MEGATRON_STAGES = (
     ),
     (
         "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
-        "megatron/step/tied_embeddings.py",
+        "megatron/sums/tied_embeddings.py",
         (("d243ed37968ce5f4", "0.16.1 to 0.19.0"),),
     ),
     (

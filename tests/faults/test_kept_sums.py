@@ -1,11 +1,13 @@
 """A loss costs what the lost worker had added up: the others go on from their own sums."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived
+from tests.faults.hybrid_matrix import PP2_DP2, TP2_PP2_DP2
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -20,14 +22,27 @@ def kept(run: Outcome) -> dict[tuple[int, int], list[int]]:
     return {(one["step"], one["slot"]): one["microbatches"] for one in run.events("sums_kept")}
 
 
-def read(run: Outcome) -> list[tuple[int, int]]:
-    """Return (view, micro-batch) of each batch that was read in step 2, kept ones left out."""
-    passed = {(one["slot"], one["epoch"]): one["microbatches"] for one in run.events("sums_kept")}
-    return [
-        (line["epoch"], line["k"])
-        for line in run.files.ledger
-        if line["step"] == 2 and line["k"] not in passed.get((line["slot"], line["epoch"]), [])
-    ]
+def read(run: Outcome) -> list[int]:
+    """The micro-batches that were read in step 2, in all attempts, kept ones left out."""
+    return [one["k"] for one in run.files.ledger if one["step"] == 2 and not one.get("kept")]
+
+
+def check_only_missing(run: Outcome, *, lost: range, met_in_a_pass: bool) -> None:
+    """The others go on from all of their sums, or from all but a last pass that they are met in.
+
+    ``lost``: micro-batches of the lost worker.
+    """
+    found, count = kept(run), run.spec.global_batch
+    assert len(found) == run.spec.nproc - 1
+    dropped = set[int]()
+    for (step, slot), has in found.items():
+        whole = list(range(slot % lost.step, count, lost.step))
+        assert step == 2 and has == whole[: len(has)] and len(has) >= len(whole) - met_in_a_pass
+        dropped.update(whole[len(has) :])
+    again = Counter(read(run)) - Counter(range(count))
+    assert max(again.values()) == 1
+    assert set(lost) <= again.keys() <= dropped.union(lost)
+    assert all(one["kept_s"] > 0 for one in run.events("recovered"))
 
 
 @proves(Kind.KILL, Promise.EQUAL, victim="1")
@@ -38,10 +53,7 @@ def test_behind_the_last_pass_nothing_is_run_twice(
     spec = replace(SPEC, kills=(f"1@2:{phase}",))
     struck = run(spec)
     check_equal(struck, reference(spec))
-    assert kept(struck) == {(2, slot): [slot + 4 * n for n in range(4)] for slot in (0, 2, 3)}
-    assert all(one["kept_s"] > 0 for one in struck.events("recovered"))
-    # All of the batch, and once more what the lost worker had.
-    assert sorted(k for _, k in read(struck)) == sorted([*range(16), 1, 5, 9, 13])
+    check_only_missing(struck, lost=range(1, 16, 4), met_in_a_pass=phase == "reduce")
 
 
 # The lost worker strikes in its first backward pass; the others complete the one that they are in.
@@ -110,6 +122,93 @@ def test_scaled_gradients_are_made_again(run: Launch, reference: Reference) -> N
     }
 
 
+# Stages with one layer each, of which none moves.
+STAGES = replace(PP2_DP2, global_batch=8)
+TP_GROUPS = replace(TP2_PP2_DP2, options=TP2_PP2_DP2.options[:3])
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize(
+    ("slot", "phase"), sampled([(slot, phase) for slot in range(4) for phase in AT_THE_END])
+)
+def test_stages_run_again_what_the_lost_worker_had(
+    run: Launch, reference: Reference, slot: int, phase: str
+) -> None:
+    """Behind the last pass; also the other stage runs that again, and does not add it up."""
+    spec = replace(STAGES, kills=(f"{slot}@2:{phase}",))
+    struck = run(spec)
+    check_equal(struck, reference(spec))
+    check_only_missing(struck, lost=range(slot % 2, 8, 2), met_in_a_pass=phase == "reduce")
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize(
+    ("slot", "phase"),
+    sampled([(slot, phase) for slot in range(4) for phase in ("forward", "backward")]),
+)
+def test_stages_that_are_met_amid_their_passes(
+    run: Launch, reference: Reference, slot: int, phase: str
+) -> None:
+    spec = replace(STAGES, kills=(f"{slot}@2:{phase}",))
+    struck = run(spec)
+    check_equal(struck, reference(spec))
+    told = {one["why_not"] for one in struck.events("sums_kept")}
+    assert told <= {None, "no micro-batch was complete"}
+    for (_, one), found in kept(struck).items():
+        assert found == list(range(one % 2, 8, 2))[: len(found)]
+
+
+@proves(Kind.KILLS, Promise.EQUAL)
+@pytest.mark.parametrize(
+    ("spec", "kills"),
+    sampled(
+        [
+            (STAGES, ("1@2:reduce", "3@2:replay")),
+            (STAGES, ("0@2:optimizer", "3@2:optimizer")),
+            (STAGES, ("1@2:gather", "2@4:optimizer")),
+            (replace(STAGES, nproc=8, global_batch=16), ("1@2:reduce", "6@2:replay")),
+            (TP_GROUPS, ("2@2:optimizer", "7@2:replay")),
+        ]
+    ),
+    ids=str,
+)
+def test_stages_that_lose_workers_in_turn(
+    run: Launch, reference: Reference, spec: JobSpec, kills: tuple[str, ...]
+) -> None:
+    struck = run(replace(spec, kills=kills))
+    check_equal(struck, reference(spec))
+    assert any(kept(struck).values())
+
+
+@proves(Kind.KILL, Promise.EQUAL)
+@pytest.mark.parametrize(
+    ("slot", "phase"), sampled([(slot, phase) for slot in (1, 6) for phase in AT_THE_END])
+)
+def test_tp_groups_keep_what_they_have_behind_the_last_pass(
+    run: Launch, reference: Reference, slot: int, phase: str
+) -> None:
+    """Sequence-parallel norms and the shared embedding are added up behind the reduction, too."""
+    spec = replace(TP_GROUPS, kills=(f"{slot}@2:{phase}",))
+    struck = run(spec)
+    check_equal(struck, reference(spec))
+    found, partner = kept(struck), slot ^ 1
+    assert not found.get((2, partner))
+    # One that reduces later may be met in its last pass, whose sums over TP are ended.
+    assert sum(len(one) == 4 for one in found.values()) >= (2 if phase == "reduce" else 6)
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="2:optimizer")
+def test_of_layers_that_move_nothing_is_kept(run: Launch, reference: Reference) -> None:
+    spec = replace(STAGES, options=(*STAGES.options, "--num-layers=4"), kills=("1@2:optimizer",))
+    struck = run(spec)
+    check_equal(struck, reference(spec))
+    assert {one["layout_after"]["cuts"][1] for one in struck.events("recovered")} == {1}
+    assert {one["why_not"] for one in struck.events("sums_kept")} == {
+        "this worker has another part of the model now"
+    }
+    assert sorted(read(struck)) == sorted([*range(8), *range(8)])
+
+
 SABOTAGE = {
     # What was kept is run as well, on top of it.
     "twice": (
@@ -145,6 +244,34 @@ def test_sums_that_count_twice_or_not_at_all_are_seen(
     run: Launch, reference: Reference, sabotage: str
 ) -> None:
     spec = replace(SPEC, kills=("2@2:optimizer",), sabotage=sabotage)
+    broken, undisturbed = run(spec), reference(replace(spec, sabotage=""))
+    check_survived(broken)
+    assert broken.trace() != undisturbed.trace()
+
+
+# What is run again beside the sums is added to them.
+ASIDE_TWICE = (
+    "from elaswave_plugin.adapters.megatron.sums.accumulators import ASIDE, GradAccumulators\n"
+    "select = GradAccumulators.select\n"
+    "GradAccumulators.select = lambda self, one: one == ASIDE or select(self, one)\n"
+)
+# Gradients are not copied before they are added up over stages.
+NO_COPIES = (
+    "from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums\n"
+    "KeptSums.before_finalize = lambda self: None\n"
+)
+
+
+@proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="2:optimizer")
+@pytest.mark.parametrize(
+    "sabotage",
+    [SABOTAGE["twice"], SABOTAGE["not at all"], SABOTAGE["own shard"], ASIDE_TWICE, NO_COPIES],
+    ids=["twice", "not at all", "own shard", "aside twice", "no copies"],
+)
+def test_sums_of_stages_that_are_wrong_are_seen(
+    run: Launch, reference: Reference, sabotage: str
+) -> None:
+    spec = replace(STAGES, kills=("1@2:optimizer",), sabotage=sabotage)
     broken, undisturbed = run(spec), reference(replace(spec, sabotage=""))
     check_survived(broken)
     assert broken.trace() != undisturbed.trace()

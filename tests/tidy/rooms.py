@@ -61,10 +61,10 @@ adapters/megatron/state: adapters around adapters/megatron/compat core/layout er
     values
 adapters/deepspeed/zero: adapters/deepspeed/compat core/layout errors ipc snapshot tracking values
 demo: config core/layout errors ipc observer recovery tracking
-adapters/megatron/sums: around adapters/megatron/state communicator/groups core/step errors
-    recovery values
+adapters/megatron/sums: around adapters/megatron/state communicator/groups core/layout
+    core/planner core/step errors recovery values
 adapters/megatron/step: adapters around adapters/megatron/compat adapters/megatron/state
-    adapters/megatron/sums communicator/groups communicator/links core/layout core/planner
+    adapters/megatron/sums communicator/groups communicator/links core/planner
     core/recovery_plan core/step errors recovery rehearsed step_state trainer values
 adapters/deepspeed/engine: adapters adapters/deepspeed/compat adapters/deepspeed/zero checkpoints
     communicator/groups config core/layout core/recovery_plan core/step errors framework ipc loops

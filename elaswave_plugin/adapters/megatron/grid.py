@@ -13,8 +13,8 @@ from elaswave_plugin.adapters.megatron.state import buffers
 from elaswave_plugin.adapters.megatron.state.frozen import frozen_names
 from elaswave_plugin.adapters.megatron.state.layer_units import unit_lengths
 from elaswave_plugin.adapters.megatron.step.link_probe import measure_link
-from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import why_whole_backward
+from elaswave_plugin.adapters.megatron.sums.tied_embeddings import TiedWeight, find_tied_weight
 from elaswave_plugin.adapters.megatron.unsupported import check_grid, why_whole_pieces
 from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout

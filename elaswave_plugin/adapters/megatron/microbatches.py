@@ -20,17 +20,20 @@ from elaswave_plugin.adapters.megatron.step.data import in_order
 from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, tell_losses
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
-from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
+from elaswave_plugin.adapters.megatron.sums.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.planner.memory import deal_within
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
+from elaswave_plugin.core.planner.redo_flow import redo_flow
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
+from elaswave_plugin.core.step.sum_order import Contribution
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.values.gathered import gathered
 
 # Called with (data iterator, model chunk, samples) before each forward step.
 Begin = Callable[[Any, Any, Samples], None]
@@ -69,13 +72,13 @@ class Microbatches:
         self.executed: tuple[Samples, ...] = ()
         self.reports: tuple[int, ...] = ()
         self.num_reports = 0
+        self._earlier: tuple[int, ...] = ()
         self._cut_patches = cut_patches()
         self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
         # Flows without some replicas: one object for each.
         self._reduced: dict[tuple[int, int, frozenset[int]], Dataflow | PipelineFlow] = {}
-        self._in_step = False
-        self._enters = True
+        self._in_step, self._enters = False, True
         # A step, and the samples of the micro-batches that it has used here.
         self._used: tuple[int, dict[int, tuple[int, ...]]] = (-1, {})
         if worker.owns_rank_0:
@@ -145,15 +148,21 @@ class Microbatches:
 
     @property
     def has_kept(self) -> bool:
-        """True if the last call has not run all of its micro-batches, as a struck step had some."""
-        return len(self.executed) < len(self.reports)
+        """True if the last call has gone on from micro-batches that a struck step had."""
+        return bool(self._earlier)
 
     @property
     def reports_losses(self) -> bool:
         """True if the losses of what this worker runs are counted here: once for each."""
+        coordinate = self.coordinate
+        return coordinate is not None and coordinate.tp == 0 and self._has_losses
+
+    @property
+    def _has_losses(self) -> bool:
+        """True on the last stage."""
         coordinate, flow = self.coordinate, self.flow
         last = len(flow.layout.stages) - 1 if isinstance(flow, PipelineFlow) else 0
-        return coordinate is not None and (coordinate.stage, coordinate.tp) == (last, 0)
+        return coordinate is not None and coordinate.stage == last
 
     def consume(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
         """Write to the ledger that the samples of a micro-batch are about to be used."""
@@ -167,7 +176,8 @@ class Microbatches:
         if counts and self._in_step and not self._first_step.is_running:
             self._use(step, microbatch, ids)
 
-    def _use(self, step: int, microbatch: int, ids: tuple[int, ...]) -> None:
+    def _use(self, step: int, microbatch: int, ids: tuple[int, ...], *, kept: bool = False) -> None:
+        """``kept``: whether this attempt does not read them again."""
         if step != self._used[0]:
             self._used = step, {}
         self._used[1][microbatch] = ids
@@ -178,6 +188,7 @@ class Microbatches:
             step=step,
             k=microbatch,
             samples=list(ids),
+            **({"kept": True} if kept else {}),
         )
 
     def forward_backward(
@@ -208,6 +219,9 @@ class Microbatches:
                 "parallelism it runs the bound one after a loss: call that model in forward_step"
             )
         self._in_step = not forward_only if in_step is None else in_step
+        adds_up = self._in_step and not forward_only
+        sums = bound.reduction.kept if bound is not None and adds_up else None
+        flow, self._earlier = self._gone_on(flow, sums)
         self._patch(flow)
         if not forward_only and flow is not self._placed:
             self._models.take_place(flow)
@@ -216,9 +230,8 @@ class Microbatches:
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
-            before = self._kept_of(sums)
             self.executed, self.reports, self.num_reports = executor.order_of(
-                dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=before
+                dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=self._earlier
             )
             ordered = in_order(forward_step, self.executed, starting, self._passed)
             step: Callable[..., Any] = partial(kept.note, ordered)
@@ -228,11 +241,9 @@ class Microbatches:
             given = {**kwargs, "forward_step_func": step}
             reports = self._run(function, dealt, bound, forward_only=forward_only, **given)
             reports = kept.take() or reports  # none are kept of a step without a loss function
-            return reports if sums is None else sums.reported(reports, self.reports)
+            return reports if sums is None else sums.reported(reports, self._ran, self.reports)
 
         forward_step, told = kwargs["forward_step_func"], list[int]()
-        adds_up = self._in_step and not forward_only and isinstance(flow, Dataflow)
-        sums = bound.reduction.kept if bound is not None and adds_up else None
         starting = partial(self._start, begin, bound, forward_only)
         again = partial(self._again, function, bound, starting, kwargs)
         # A model beside the bound ones has no gradients to put back.
@@ -266,15 +277,31 @@ class Microbatches:
             function(forward_only=True, **repeated)
         return retold
 
-    def _kept_of(self, sums: KeptSums | None) -> tuple[int, ...]:
-        """Return the micro-batches of a struck step that are not run again."""
-        found = () if sums is None or self._first_step.is_running else sums.take_stand()
+    def _gone_on(
+        self, flow: Dataflow | PipelineFlow, sums: KeptSums | None
+    ) -> tuple[Dataflow | PipelineFlow, tuple[int, ...]]:
+        """Return the flow of a call and what this worker has of a struck step's already.
+
+        With stages, collective over WORLD in a step that is redone: all go on from what all have.
+        """
+        worker = self._worker
+        if sums is None or sums.is_as_begun is None:
+            return flow, ()
+        earlier, again = sums.take_stand(), frozenset[int]()
+        if isinstance(flow, PipelineFlow):
+            if not worker.phases.replaying or flow.is_healthy:
+                return flow, ()
+            kept = dict(zip(worker.ranks, gathered([*earlier]), strict=True))
+            if not any(kept.values()):
+                return flow, ()
+            flow = redo_flow(flow, kept)
+            again = frozenset(k for slot in worker.ranks for k in flow.microbatches(slot))
         step, used = self._used
-        for microbatch in found:
+        for microbatch in earlier if step == worker.completed else ():
             # In this view, too, they are used once; they are not read again.
-            if step == self._worker.completed and microbatch in used:
-                self._use(step, microbatch, used[microbatch])
-        return found
+            if microbatch in used and microbatch not in again:
+                self._use(step, microbatch, used[microbatch], kept=True)
+        return flow, earlier
 
     def _adding(
         self,
@@ -286,9 +313,25 @@ class Microbatches:
         """Return the forward step of passes, whose sums are kept as far as they come."""
         if self._first_step.is_running:
             return step
-        if isinstance(dealt, Dataflow) and dealt.is_healthy:
-            sums.begin(*dealt.contributions(self._worker.slot))
-        return sums.noted(step, lambda: kept.take()[-1])
+        own = self._contributions(dealt) if dealt.is_healthy else ()
+        if own:
+            sums.begin(*own)
+        report_of = (lambda number: kept.take()[number]) if self._has_losses else None
+        return sums.noted(step, self._ran, report_of)
+
+    def _contributions(self, flow: Dataflow | PipelineFlow) -> tuple[Contribution, ...]:
+        """List what this worker adds up; nothing without a place."""
+        place, slot = self.coordinate, self._worker.slot
+        if isinstance(flow, PipelineFlow):
+            return (
+                () if place is None else flow.shard_group(place.stage, place.tp).contributions(slot)
+            )
+        return flow.contributions(slot)
+
+    @property
+    def _ran(self) -> tuple[int, ...]:
+        """The micro-batches that were run last, in order; of pieces of them, the first."""
+        return tuple(piece.start // self._micro_batch_size for piece in self.executed)
 
     def _start(
         self,
@@ -445,9 +488,8 @@ class Microbatches:
 
 
 def _add_gradients_only(models: BoundModels) -> bool:
-    """Return whether passes of a micro-batch add up gradients, and count nothing beside."""
-    chunk = models.chunks[0]
-    return len(models.models) == 1 and chunk.config.num_moe_experts is None
+    """Return whether passes add up gradients in one chunk a worker, and count nothing beside."""
+    return len(models.chunks) == 1 and models.chunks[0].config.num_moe_experts is None
 
 
 def _reimplemented(models: BoundModels) -> list[Row]:

@@ -157,7 +157,9 @@ class OwnLoop(ElasticJob):
             )
 
     def _is_as_begun(self, step: int) -> bool:
-        return super()._is_as_begun(step) and not self._late.are_any
+        # With tensor parallelism, batches in memory are where a call's deal has them.
+        is_sealed = self._seal is not None and not isinstance(self._microbatches.flow, Dataflow)
+        return super()._is_as_begun(step) and not self._late.are_any and not is_sealed
 
     def _is_concerned(self) -> bool:
         return not self.shares.are_right

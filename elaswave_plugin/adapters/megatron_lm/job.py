@@ -246,7 +246,7 @@ class LmJob:
             micro_batch_size=args.micro_batch_size,
             seed=self._seed,
             passes_undone=self._passes_undone,
-            is_as_begun=self._state.is_as_begun,
+            is_as_begun=None if self._deals_streams else self._state.is_as_begun,
             why_whole="Megatron-LM's scripts take batches of micro_batch_size samples only",
         )
         self._losses = LossTotals(self._microbatches, num_replicas=self.width)
@@ -309,6 +309,13 @@ class LmJob:
             one.load_state_dict({**kept, "saved_microbatches": read})
         if self.router_losses is not None:
             self.router_losses.begin()
+
+    @property
+    def _deals_streams(self) -> bool:
+        """True where batches of the script's own loaders are sent to who is dealt them."""
+        args = self._args
+        model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        return bool(self.reads_external) and model_parallel > 1
 
     # ---- the pieces of the loop -----------------------------------------------------------------
 

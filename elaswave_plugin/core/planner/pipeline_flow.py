@@ -24,11 +24,12 @@ stage 0: w0: [0,2) [2,4); stage 1: w2: [0,1) [2,3) | w3: [1,2) [3,4)
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from typing import Any, Literal
 
 from elaswave_plugin.core.layout.group_rules import coordinates_of
-from elaswave_plugin.core.layout.layout import Coordinate, ParallelLayout
+from elaswave_plugin.core.layout.layout import Coordinate, ParallelLayout, TpGroup
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room
@@ -84,6 +85,7 @@ class PipelineFlow:
     ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, factor by which it takes
     longer) of the slow workers that it was dealt for. ``lists`` of operations in greedy
     order or with split backwards, which change no sum; none: by the window rule, or interleaved.
+    ``sums``: the micro-batches that each worker adds up, where these are not those that it runs.
     """
 
     layout: ParallelLayout
@@ -102,6 +104,7 @@ class PipelineFlow:
     lists: OpLists = field(default=(), compare=False)
     is_greedy: bool = field(default=False, compare=False)
     is_split: bool = field(default=False, compare=False)
+    sums: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -135,6 +138,14 @@ class PipelineFlow:
         """The place of a worker; None for a free one."""
         return coordinates_of(self.layout).get(slot)
 
+    def part(self, slot: int) -> tuple[Any, ...] | None:
+        """The part of the model that a worker has: stage, tp position, layers; and its replica."""
+        place = self.coordinate(slot)
+        if place is None:
+            return None
+        replica = self.layout.stages[place.stage][place.order].replica
+        return place.stage, place.tp, self.layout.layers(place.stage), replica
+
     def clock(self, slot: int) -> float:
         """The clock of a worker; 1 for a free one."""
         coordinate = self.coordinate(slot)
@@ -155,6 +166,8 @@ class PipelineFlow:
         coordinate = self.coordinate(slot)
         if coordinate is None or coordinate.stage != len(self.pieces) - 1:
             return ()
+        if self.sums:
+            return self.sums[-1][coordinate.order]
         if not self.is_resized:
             return self.microbatches(slot)
         starts = sorted(piece.start for pieces in self.pieces[-1] for piece in pieces)
@@ -213,6 +226,7 @@ class PipelineFlow:
     def shard_group(self, stage: int, tp: int) -> Dataflow:
         """Return the micro-batches of workers that share one state, for the exact order of sums.
 
+        A worker has those of its own replica first: where it runs them all, their sum stays there.
         Raises ValueError if pieces are not whole micro-batches: such sums have no exact order.
         """
         if self.is_resized:
@@ -222,16 +236,23 @@ class PipelineFlow:
             num_replicas=self.layout.dp,
             placement=tuple(
                 sorted(
-                    (
-                        group.slots[tp],
-                        tuple(piece.start // self.micro_batch_size for piece in pieces),
-                    )
-                    for group, pieces in zip(
-                        self.layout.stages[stage], self.pieces[stage], strict=True
-                    )
+                    (group.slots[tp], tuple(sorted(own, key=partial(self._is_other, group))))
+                    for group, own in zip(self.layout.stages[stage], self._sums(stage), strict=True)
                 )
             ),
         )
+
+    def _sums(self, stage: int) -> Sequence[tuple[int, ...]]:
+        """List the micro-batches that each replica of a stage adds up."""
+        if self.sums:
+            return self.sums[stage]
+        return [
+            tuple(piece.start // self.micro_batch_size for piece in pieces)
+            for pieces in self.pieces[stage]
+        ]
+
+    def _is_other(self, group: TpGroup, microbatch: int) -> bool:
+        return microbatch % self.layout.dp != group.replica
 
     @property
     def sent_apart(self) -> int:

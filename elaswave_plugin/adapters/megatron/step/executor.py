@@ -118,17 +118,16 @@ def run_contributions(
     They go on from what is kept of a struck step.
     """
     config, kept = model.config, reduction.kept
-    if kept.goes_on:
+    if kept.earlier:
         _go_on(passes, contributions=contributions, reduction=reduction, model=model)
         return
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
     apart = reduction.keeps_contributions_apart
     if apart:
         reduction.begin()
+        kept.begin(next((one for one in contributions[-1:] if one.whole), None))
     for index, contribution in enumerate(contributions):
         ships = apart and not (contribution.whole and contribution is contributions[-1])
-        if apart and not ships:
-            kept.begin(contribution)
         for order, _ in enumerate(contribution.microbatches):
             output, tokens = passes.run(order)
             num_tokens += tokens
@@ -157,10 +156,8 @@ def _go_on(
     config, kept, last = model.config, reduction.kept, contributions[-1]
     own = kept.contribution
     assert own is not None
-    done = len(kept.done)
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
-    for tokens in kept.tokens:
-        num_tokens += tokens
+    num_tokens += sum(kept.tokens)
     reduction.begin()
     with GradAccumulators(
         [model],
@@ -172,17 +169,16 @@ def _go_on(
         for contribution in contributions:
             accumulators.select(contribution.microbatches[0])
             ships = not (contribution.whole and contribution is last)
-            missing = contribution.microbatches[done if contribution == own else 0 :]
-            with nullcontext() if contribution == own else kept.elsewhere():
-                for order, microbatch in enumerate(missing):
-                    output, tokens = passes.run(order)
-                    num_tokens += tokens
-                    leaves = ships and microbatch == contribution.microbatches[-1]
-                    with (
-                        model.no_sync(),
-                        reduction.shipping(contribution) if leaves else nullcontext(),
-                    ):
-                        backward_step(None, output, None, config)
+            missing = [one for one in contribution.microbatches if one not in kept.earlier]
+            for order, microbatch in enumerate(missing):
+                output, tokens = passes.run(order)
+                num_tokens += tokens
+                leaves = ships and microbatch == contribution.microbatches[-1]
+                with (
+                    model.no_sync(),
+                    reduction.shipping(contribution) if leaves else nullcontext(),
+                ):
+                    backward_step(None, output, None, config)
             if ships and not missing:
                 with reduction.shipping(contribution):
                     pass

@@ -20,10 +20,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
 from elaswave_plugin.adapters.megatron.state.buffers import layer_numbers
-from elaswave_plugin.adapters.megatron.step.tied_embeddings import TiedWeight, add_other_stage
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients, fuses
-from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
+from elaswave_plugin.adapters.megatron.sums.accumulators import ASIDE, GradAccumulators
 from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
+from elaswave_plugin.adapters.megatron.sums.tied_embeddings import TiedWeight, add_other_stage
 from elaswave_plugin.communicator.groups import tagged
 from elaswave_plugin.core.planner.layer_times import LAYER
 from elaswave_plugin.core.planner.layer_times import WEIGHTS as WEIGHT_PASS
@@ -82,12 +82,16 @@ class RaggedPipeline:
         if reduction.keeps_contributions_apart:
             deal = flow.shard_group(coordinate.stage, coordinate.tp)
             self._parts, self._in_place = deal.contributions(slot), deal.in_place(slot)
+        # Those in the sums that are gone on from; passes that others need add to other memory.
+        self._earlier = reduction.kept.earlier
         self._held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._left = {
             part.microbatches[0]: len(part.microbatches) * len(chunks) for part in self._parts
         }
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self._tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        if self._earlier:
+            self._tokens += sum(reduction.kept.tokens)
 
     def run(
         self, forward_step_func: Callable[..., Any], data_iterator: Any, *, forward_only: bool
@@ -108,6 +112,8 @@ class RaggedPipeline:
             accumulators = stack.enter_context(self._accumulators())
             if self._reduction.keeps_contributions_apart and not forward_only:
                 self._reduction.begin()
+                if not self._earlier:
+                    self._reduction.kept.begin(None if self._flow.is_split else self._in_place)
             for op in self._ops:
                 if len(self._chunks) > 1:
                     parallel_state.set_virtual_pipeline_model_parallel_rank(op.chunk)
@@ -141,8 +147,14 @@ class RaggedPipeline:
                 group.param_gather_handle = None
 
     def _accumulators(self) -> GradAccumulators:
-        kept = None if self._in_place is None else self._in_place.microbatches[0]
-        return GradAccumulators(self._chunks, in_place=kept, await_sent=self._reduction.await_sent)
+        own = None if self._in_place is None else self._in_place.microbatches[0]
+        return GradAccumulators(
+            self._chunks,
+            in_place=own,
+            await_sent=self._reduction.await_sent,
+            kept=own if self._earlier else None,
+            spare=self._reduction.kept.room,
+        )
 
     # ---- one operation --------------------------------------------------------------------------
 
@@ -173,7 +185,8 @@ class RaggedPipeline:
             vp_stage=op.chunk if len(self._chunks) > 1 else None,
             is_last_stage=part == self._last,
         )
-        self._tokens += tokens
+        if not self._reduction.keeps_contributions_apart or self._contribution_of(op):
+            self._tokens += tokens
         if part < self._last:
             self._send(output.detach(), op, part + 1)
         if not forward_only:
@@ -222,11 +235,18 @@ class RaggedPipeline:
 
     def _select(self, op: Op, accumulators: GradAccumulators) -> Contribution | None:
         """Have gradients added to the contribution that an operation is part of, if to one."""
-        microbatch = op.start // self._flow.micro_batch_size
-        contribution = next((one for one in self._parts if microbatch in one.microbatches), None)
-        if contribution is not None:
-            accumulators.select(contribution.microbatches[0])
+        if not self._reduction.keeps_contributions_apart:
+            return None
+        contribution = self._contribution_of(op)
+        accumulators.select(ASIDE if contribution is None else contribution.microbatches[0])
         return contribution
+
+    def _contribution_of(self, op: Op) -> Contribution | None:
+        """Return what an operation adds to; None where only other stages need its pass."""
+        microbatch = op.start // self._flow.micro_batch_size
+        if microbatch in self._earlier:
+            return None
+        return next((one for one in self._parts if microbatch in one.microbatches), None)
 
     def _backward(self, op: Op) -> None:
         part = self._part_of(op)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+# Not a contribution: of gradients that nobody adds up.
+ASIDE = -1
+
 
 class GradAccumulators:
     """The native gradient buffers of all chunks, and as many more as contributions overlap."""

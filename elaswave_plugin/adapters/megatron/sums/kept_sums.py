@@ -2,20 +2,22 @@
 
 A loss takes what the lost worker had added up, and nothing of the others' sums. A survivor
 completes the backward pass that it is in, and then runs only what is missing. A reduction writes
-over its own shard of each bucket, which is copied before. Each worker decides by itself whether it
-goes on: the deal and the order of sums are the same either way.
+over its own shard of each bucket, which is copied before, and what is added up over stages or TP
+positions behind it is copied, too. Each worker decides by itself whether it goes on: the order of
+sums is the same either way. With stages all tell each other, as one runs again what another lacks.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.autograd import Variable
 
+from elaswave_plugin.adapters.megatron.sums.tied_embeddings import tied_parameter
 from elaswave_plugin.around import around
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution
 from elaswave_plugin.recovery.relief import words_of
@@ -24,8 +26,8 @@ from elaswave_plugin.recovery.worker import Worker
 Result = TypeVar("Result")
 
 
-class _Shard(NamedTuple):
-    """This worker's shard of a bucket, as it was before the reduction; ``factor``: still due."""
+class _Copy(NamedTuple):
+    """Gradients as they were before they were added up with others'; ``factor``: still due."""
 
     place: torch.Tensor
     copy: torch.Tensor
@@ -36,7 +38,7 @@ class KeptSums:
     """The sum in the gradient buffers of a model, by the micro-batches of a step."""
 
     def __init__(self, worker: Worker, chunks: Sequence[DistributedDataParallel]) -> None:
-        self._worker = worker
+        self._worker, self._chunks = worker, chunks
         self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         self.is_as_begun: Callable[[int], bool] | None = None
         """Whether passes of a step have changed nothing else that is carried; None: keep none."""
@@ -48,20 +50,22 @@ class KeptSums:
     def forget(self) -> None:
         """Nothing of what the buffers hold is kept."""
         self.contribution: Contribution | None = None
-        self.reports: list[Any] = []
-        """Those of the micro-batches that are complete."""
-        self.tokens: list[Any] = []
+        # Reports and tokens of the micro-batches that are complete.
+        self._complete: dict[int, tuple[Any, Any]] = {}
         self.room: list[torch.Tensor] | None = None
         """Other gradient buffers, for what is added up beside what is kept."""
-        # The micro-batches that the call that runs does not run again.
-        self._earlier: tuple[int, ...] = ()
+        self.earlier: tuple[int, ...] = ()
+        """The micro-batches that the call that runs does not add up again."""
         self._step = self._epoch = -1
-        # When passes began that go on, and how long it took to make what is kept.
+        # What this worker has of the model, where workers have parts of it.
+        self._part: Any = None
+        # Own passes that are not complete, since when, and how long it took to make what is kept.
+        self._open = 0
         self._began_s = self._made_s = 0.0
         # Why nothing is kept, if so.
         self._why_not: str | None = None
         self._in_backward = self._counts = False
-        self._shards: dict[int, _Shard] = {}
+        self._copies: dict[int, _Copy] = {}
         # Buckets that were multiplied by their factor.
         self._scaled: set[int] = set()
         self._versions: list[int] | None = None
@@ -69,18 +73,21 @@ class KeptSums:
     @property
     def done(self) -> tuple[int, ...]:
         """The micro-batches that are complete."""
-        kept = self.contribution
-        return () if kept is None else kept.microbatches[: len(self.reports)]
+        kept = () if self.contribution is None else self.contribution.microbatches
+        return tuple(microbatch for microbatch in kept if microbatch in self._complete)
 
     @property
-    def goes_on(self) -> bool:
-        """True while a call goes on from what is kept."""
-        return bool(self._earlier)
+    def tokens(self) -> list[Any]:
+        """Those of the micro-batches that are complete."""
+        return [tokens for _, tokens in self._complete.values()]
 
     # ---- while a step runs ----------------------------------------------------------------------
 
-    def begin(self, contribution: Contribution) -> None:
-        """Passes begin that add up a contribution in the buffers, which is to stay there."""
+    def begin(self, contribution: Contribution | None) -> None:
+        """Passes begin that add up a contribution in the buffers, which is to stay there.
+
+        None: they add up several, of which none stays.
+        """
         if self.is_as_begun is None:
             return
         step, epoch = self._worker.completed, self._worker.view.epoch
@@ -88,36 +95,58 @@ class KeptSums:
             self._why_not = "forward_backward trains the model more than once in a step"
             return
         self.forget()
-        self.contribution = contribution
+        self.contribution, self._part = contribution, self._present_part()
         self._step, self._epoch, self._counts = step, epoch, True
-        self._began_s = time.monotonic()
+        if contribution is None:
+            self._why_not = "no replica was run here as a whole"
 
     def noted(
-        self, forward_step: Callable[..., Any], newest: Callable[[], Any]
+        self,
+        forward_step: Callable[..., Any],
+        microbatches: Sequence[int],
+        report_of: Callable[[int], Any] | None,
     ) -> Callable[..., Any]:
         """Return the forward step of passes, of which those that are complete are counted.
 
-        ``newest()``: the report of the last one, once its backward pass is over.
+        ``microbatches``: in the order of its calls; ``report_of(number)``: the report of one of
+        these calls, once its backward pass is over; None: this stage has no loss.
         """
+        calls = enumerate(microbatches)
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            number, microbatch = next(calls)
+            if not self._adds(microbatch):
+                return forward_step(*args, **kwargs)
+            if not self._open:
+                self._began_s = time.monotonic()
+            self._open += 1
             output, loss_function = forward_step(*args, **kwargs)
-            if loss_function is None or not self._counts:
+            if report_of is None:
+                self._watch(output, microbatch, lambda: (None, 0))
+            if report_of is None or loss_function is None:
                 return output, loss_function
 
             def watched(*values: Any, **named: Any) -> Any:
                 outputs = loss_function(*values, **named)
-                self._watch(outputs[0], newest, tokens=outputs[1] if len(outputs) == 3 else 0)
+                tokens = outputs[1] if len(outputs) == 3 else 0
+                self._watch(outputs[0], microbatch, lambda: (report_of(number), tokens))
                 return outputs
 
             return output, watched
 
         return step
 
-    def _watch(self, loss: torch.Tensor, newest: Callable[[], Any], *, tokens: Any) -> None:
+    def _adds(self, microbatch: int) -> bool:
+        """Return whether a pass that begins adds to what is kept."""
+        own = self.contribution if self._counts else None
+        return own is not None and microbatch in own.microbatches and microbatch not in self.done
+
+    def _watch(
+        self, output: torch.Tensor, microbatch: int, told: Callable[[], tuple[Any, Any]]
+    ) -> None:
         def end() -> None:
-            self.reports.append(newest())
-            self.tokens.append(tokens)
+            self._complete[microbatch] = told()
+            self._open -= 1
             self._made_s += time.monotonic() - self._began_s
             self._began_s = time.monotonic()
             self._complete_first(False)
@@ -128,8 +157,8 @@ class KeptSums:
             engine: Any = Variable._execution_engine
             engine.queue_callback(end)
 
-        if loss.requires_grad:
-            loss.register_hook(begin)
+        if output.requires_grad:
+            output.register_hook(begin)
 
     def _complete_first(self, wanted: bool) -> None:
         self._in_backward = wanted
@@ -140,23 +169,29 @@ class KeptSums:
         """True while a backward pass is completed although a view is proposed."""
         return self._in_backward and self._worker.member.goes_on
 
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Inside, passes add to other memory."""
-        self._counts = False
-        yield
-        self._counts, self._began_s = True, time.monotonic()
-
     def before_reduction(self, bucket: Any, shard: torch.Tensor) -> None:
         """Copy this worker's shard of a bucket, over which the reduced one is written."""
-        if self.contribution is None or id(bucket) in self._shards:
-            return
         factor = 1.0 if id(bucket) in self._scaled else bucket.gradient_scaling_factor
-        copy = _if_there_is_memory(shard.clone)
+        self._copy(id(bucket), shard, factor)
+
+    def before_finalize(self) -> None:
+        """Copy what is added up over stages and TP positions once gradients are reduced."""
+        config = self._chunks[0].config
+        over_tp = config.tensor_model_parallel_size > 1
+        tied = tied_parameter(self._chunks) if config.pipeline_model_parallel_size > 1 else None
+        for param in (param for buffer in self._buffers for param in buffer.params):
+            is_whole = over_tp and not getattr(param, "tensor_model_parallel", False)
+            if param is tied or is_whole:
+                self._copy(id(param), param.main_grad, 1.0)
+
+    def _copy(self, key: int, place: torch.Tensor, factor: float) -> None:
+        if self.contribution is None or key in self._copies:
+            return
+        copy = _if_there_is_memory(place.clone)
         if copy is None:
-            self._why_not = "there was no memory for a copy of this worker's shard"
+            self._why_not = "there was no memory for a copy of gradients that others are added to"
         else:
-            self._shards[id(bucket)] = _Shard(shard, copy, factor)
+            self._copies[key] = _Copy(place, copy, factor)
 
     def scales(self, bucket: Any) -> bool:
         """Return whether a bucket is now to be multiplied by its factor, which is done once."""
@@ -164,15 +199,20 @@ class KeptSums:
         self._scaled.add(id(bucket))
         return is_due
 
-    def reported(self, reports: list[Any], numbers: Sequence[int]) -> list[Any]:
-        """End a call; returns the reports of its micro-batches ``numbers``, with those kept.
+    def reported(
+        self, reports: list[Any], executed: Sequence[int], microbatches: Sequence[int]
+    ) -> list[Any]:
+        """End a call; returns the reports of ``microbatches``, of those ``executed`` or kept.
 
         What changes gradients from now on is the script's own.
         """
-        earlier, self._earlier, self._counts = self._earlier, (), False
+        kept = {microbatch: self._complete[microbatch][0] for microbatch in self.earlier}
+        self.earlier, self._counts = (), False
         self._versions = self._present_versions()
-        place = numbers.index(earlier[0]) if earlier else 0
-        return [*reports[:place], *self.reports[: len(earlier)], *reports[place:]]
+        if (*executed,) == (*microbatches,):
+            return reports
+        told = {**dict(zip(executed, reports, strict=False)), **kept}
+        return [told[microbatch] for microbatch in microbatches]
 
     def before_update(self) -> None:
         """The optimizer begins its step."""
@@ -189,6 +229,10 @@ class KeptSums:
         """Raise EpochChanged where a view is proposed that a pass was completed before."""
         self._worker.member.check()
 
+    def _present_part(self) -> Any:
+        flow = self._worker.dataflow
+        return flow.part(self._worker.slot) if isinstance(flow, PipelineFlow) else None
+
     def _present_versions(self) -> list[int]:
         return [buffer.grad_data._version for buffer in self._buffers]
 
@@ -202,23 +246,24 @@ class KeptSums:
         if self._in_backward:
             self._complete_first(False)
             self._why_not = "a backward pass took too long to be completed"
-        elif not self.reports:
+        elif not self._complete:
             self._why_not = "no micro-batch was complete"
         elif self._why_not is None and not self.is_as_begun(self._step):
             self._why_not = "passes have changed other state of the step"
-        self._earlier, self._counts = (), False
-        for place, copy, factor in self._shards.values():
+        self.earlier, self._counts, self._open = (), False, 0
+        # Of what was copied twice, the first copy is the one before all sums.
+        for place, copy, factor in reversed(self._copies.values()):
             place.copy_(copy)
             if factor != 1.0:
                 place *= factor
-        self._shards.clear()
+        self._copies.clear()
 
     @property
     def _is_asked(self) -> bool:
         """True in the redo of the step that the buffers are of."""
         worker = self._worker
-        is_of_step = self._step == worker.completed
-        return is_of_step and 0 <= self._epoch < worker.view.epoch
+        is_redo = worker.phases.replaying and self._step == worker.completed
+        return is_redo and 0 <= self._epoch < worker.view.epoch
 
     @property
     def stands(self) -> bool:
@@ -232,8 +277,12 @@ class KeptSums:
             return self._why_not
         if worker.untried:
             return "a worker has just come, and its first losses are compared"
-        if not isinstance(flow, Dataflow) or flow.is_healthy:
+        assert isinstance(flow, Dataflow | PipelineFlow)
+        if flow.is_healthy:
             return "all of the workers of the launch are there"
+        if isinstance(flow, PipelineFlow):
+            moved = flow.part(worker.slot) != self._part
+            return "this worker has another part of the model now" if moved else None
         if kept not in flow.contributions(worker.slot):
             return "the work is dealt otherwise"
         # Those that a contribution is sent to multiply it.
@@ -259,16 +308,15 @@ class KeptSums:
             self.forget()
             return ()
         worker.keep_work(self._made_s)
-        self._began_s = time.monotonic()
         self._epoch, self._versions = worker.view.epoch, None
-        self._earlier, self._counts = self.done, True
-        return self._earlier
+        self.earlier, self._counts = self.done, True
+        return self.earlier
 
     def _no_room(self) -> str | None:
         """Take memory for other contributions, if there are any; return why there is none."""
         flow = self._worker.dataflow
-        assert isinstance(flow, Dataflow)
-        if len(flow.contributions(self._worker.slot)) == 1 or self.room is not None:
+        is_alone = isinstance(flow, Dataflow) and len(flow.contributions(self._worker.slot)) == 1
+        if is_alone or self.room is not None:
             return None
         self.room = _if_there_is_memory(
             lambda: [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
@@ -287,7 +335,7 @@ class KeptSums:
         if not self.stands:
             if self._counts:
                 self._scaled.clear()
-                self._shards.clear()
+                self._copies.clear()
             else:
                 self._let_go()
             native(*args, **kwargs)

@@ -242,6 +242,8 @@ class GradientReduction:
                 # Nothing is waited for that was left out.
                 self.kept.check()
                 native(force_all_reduce=force_all_reduce)
+            if group is self._bucket_groups[-1]:
+                self.kept.before_finalize()
         elif not self._exact:
             # The executor counted no gradients, so nothing was started during the backward.
             if group.ddp_config.overlap_grad_reduce:
@@ -259,6 +261,7 @@ class GradientReduction:
             if group is self._bucket_groups[-1]:
                 self.await_sent()
                 self.drop()
+                self.kept.before_finalize()
 
     def _exchange(self, number: int) -> None:
         """Have a slice of the replicas that are in the gradients of others, who get ours.
