@@ -1,12 +1,13 @@
 """Measures what a loss costs: the seconds of the struck step beyond those of a healthy one.
 
-python -m benchmarks.lost_share [--against CHECKOUT] [--repeat 10] [--json FILE]
+python -m benchmarks.lost_share [--shape DP4] [--against CHECKOUT] [--repeat 10] [--json FILE]
 
-Four data-parallel workers of examples/train_gpt.py with 57 million parameters and two micro-batches
-a replica lose one of them, in the first forward pass and in the last backward pass, in the
-reduction and in the update of a step. A cost runs from the end of the step before, on all workers,
-to the end of the struck one on all that are left. ``--against``: a checkout of another commit, with
-its own .venv, whose jobs run in turn with these.
+Workers of examples/train_gpt.py lose one of them, in the first forward pass and in the last
+backward pass, in the reduction and in the update of a step. DP4 computes 57 million parameters, two
+micro-batches a replica; in the other shapes layers sleep (benchmarks/emulated_compute.py). A cost
+runs from the end of the step before, on all workers, to the end of the struck one on all that are
+left. ``--against``: a checkout of another commit, with its own .venv, whose jobs run in turn with
+these.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.circumstances import circumstances
 from benchmarks.measurement import Bench, bench, run_benchmark
@@ -25,15 +26,41 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.observer.run import RunFiles, counted_steps, read_run
 
 HERE = Path(__file__).resolve()
-LATE_STRIKE = HERE.with_name("late_strike.py")
+LATE_STRIKE, EMULATED = (HERE.with_name(f"{one}.py") for one in ("late_strike", "emulated_compute"))
 PHASES = ("forward", "backward", "reduce", "optimizer")
-WORKERS, VICTIM, MICROBATCHES = 4, 2, 8
+VICTIM = 2
 STEPS, LOSS, FIRST = 6, 4, 2
-SIZES = ("--num-layers", "8", "--hidden-size", "768", "--num-attention-heads", "12")
 RUN_LIMIT_S = 600.0
 
 
-def run_once(running: Bench, phase: str) -> RunFiles:
+class Shape(NamedTuple):
+    """A job: micro-batches of each replica, and the milliseconds that a layer sleeps, if so."""
+
+    workers: int
+    replicas: int
+    microbatches: int
+    arguments: tuple[str, ...]
+    layer_ms: int = 0
+
+
+SMALL = ("--num-layers", "4", "--hidden-size", "64", "--seq-length", "32")
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel", *PP2)
+SHAPES = {
+    "DP4": Shape(
+        *(4, 4, 2),
+        (
+            *("--num-layers", "8", "--hidden-size", "768", "--num-attention-heads", "12"),
+            *("--seq-length", "128"),
+        ),
+    ),
+    "DP8": Shape(8, 8, 2, SMALL, 85),
+    "PP2xDP4": Shape(8, 4, 4, (*SMALL, *PP2), 70),
+    "TP2xPP2xDP2": Shape(8, 2, 4, (*SMALL, *TP2_PP2), 70),
+}
+
+
+def run_once(running: Bench, shape: Shape, phase: str) -> RunFiles:
     """Run a job that loses a worker in a phase of a step; raises JobFailed."""
     directory = running.folder / phase
     command = jobs.job_command(
@@ -43,8 +70,10 @@ def run_once(running: Bench, phase: str) -> RunFiles:
         directory=directory,
     )
     place = command.index(str(running.options.script))
-    command[place:place] = [str(LATE_STRIKE), str(MICROBATCHES // WORKERS)]
-    command += [*SIZES, "--seq-length", "128", "--global-batch-size", str(MICROBATCHES)]
+    command[place:place] = [str(LATE_STRIKE), str(shape.microbatches)]
+    if shape.layer_ms:
+        command[place + 2 : place + 2] = [str(EMULATED), str(shape.layer_ms)]
+    command += [*shape.arguments, "--global-batch-size", str(shape.microbatches * shape.replicas)]
     command += ["--elaswave-kill", f"{VICTIM}@{LOSS}:{phase}", "--elaswave-dump-state", "never"]
     jobs.run_job(command, phase, running.folder / f"{phase}.log", limit_s=RUN_LIMIT_S)
     return read_run(directory)
@@ -60,26 +89,26 @@ def cost_of(run: RunFiles) -> dict[str, float]:
     """Return the seconds of a healthy step, and what the struck one took beyond it."""
     done = done_s(run)
     healthy_s = median(done[step] - done[step - 1] for step in range(FIRST, LOSS))
-    passes = sum(line["step"] == LOSS for line in run.ledger)
-    kept = sum(len(one["microbatches"]) for one in run.of_kind("sums_kept"))
+    # Of the first stage.
+    passes = sum(line["step"] == LOSS and not line.get("kept") for line in run.ledger)
     return {
         "healthy_s": healthy_s,
         "cost_s": done[LOSS] - done[LOSS - 1] - healthy_s,
-        "forward_passes": passes - kept,
+        "forward_passes": passes,
     }
 
 
-def once() -> dict[str, Any]:
+def once(shape: Shape) -> dict[str, Any]:
     """Run a job of each phase; returns their costs."""
-    with bench(nproc=WORKERS, steps=STEPS) as running:
-        return {phase: cost_of(run_once(running, phase)) for phase in PHASES}
+    with bench(nproc=shape.workers, steps=STEPS) as running:
+        return {phase: cost_of(run_once(running, shape, phase)) for phase in PHASES}
 
 
-def of_checkout(checkout: Path) -> dict[str, Any]:
+def of_checkout(checkout: Path, shape: str) -> dict[str, Any]:
     """The same by the code of a checkout; raises JobFailed."""
     # Its own package, and its own parts of the benchmarks.
     done = subprocess.run(
-        [checkout / ".venv" / "bin" / "python", "-P", str(HERE), "--once"],
+        [checkout / ".venv" / "bin" / "python", "-P", str(HERE), "--shape", shape, "--once"],
         env={**os.environ, "PYTHONPATH": str(checkout)},
         cwd=checkout,
         capture_output=True,
@@ -97,11 +126,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.against and not (options.against / ".venv" / "bin" / "python").is_file():
         raise ConfigurationError(f"--against is {str(options.against)!r}, which has no .venv")
     trees = {"here": HERE.parents[1], **({"against": options.against} if options.against else {})}
-    result = {**circumstances("benchmarks.lost_share"), "workers": WORKERS}
+    result = {**circumstances("benchmarks.lost_share"), "shape": options.shape}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     for number in range(options.repeat):
         for name in sorted(trees, reverse=bool(number % 2)):
-            found[name].append(of_checkout(trees[name]))
+            found[name].append(of_checkout(trees[name], options.shape))
             told = {phase: round(one["cost_s"], 2) for phase, one in found[name][-1].items()}
             print(f"{number} {name:8} cost in s {told}", flush=True)
     for phase in PHASES:
@@ -130,10 +159,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--against", type=Path, help="a checkout of another commit")
     parser.add_argument("--repeat", type=int, default=10, help="jobs of each phase")
+    parser.add_argument("--shape", choices=SHAPES, default="DP4", help="the job")
     parser.add_argument("--once", action="store_true", help="print the costs of one job a phase")
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(once()))
+        print(json.dumps(once(SHAPES[options.shape])))
         return 0
     result_file: Path | None = options.json
     return run_benchmark(lambda: measure(options), result_file)
