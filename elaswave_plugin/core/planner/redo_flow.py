@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from elaswave_plugin.core.layout.layout import TpGroup
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.step.schedule import Piece, window_sizes
+from elaswave_plugin.core.step.schedule import Piece
 
 
 def redo_flow(flow: PipelineFlow, kept: Mapping[int, Collection[int]]) -> PipelineFlow:
@@ -51,8 +51,6 @@ def redo_flow(flow: PipelineFlow, kept: Mapping[int, Collection[int]]) -> Pipeli
         flow,
         pieces=pieces,
         sums=sums,
-        # No worker holds more than in a healthy step, or than the plan allows.
-        windows=tuple(map(min, flow.windows, window_sizes(len(layout.stages)))),
         lists=(),
         is_greedy=False,
         is_split=False,
@@ -91,13 +89,14 @@ def _runners(lacks: Sequence[Sequence[int]], again: Sequence[int]) -> dict[int, 
 
 
 def _slots(again: Sequence[int], runners: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Return the slot of each micro-batch: as many in one as have workers of their own."""
+    """Return the slot of each micro-batch: the first one that is free at all of its workers.
+
+    With one in each, no worker holds more than the plan, which has one or more, allows.
+    """
     found: dict[int, int] = {}
-    slot, busy = 0, set[tuple[int, int]]()
+    free: dict[tuple[int, int], int] = {}
     for number in again:
-        workers = {(stage, runner[number]) for stage, runner in enumerate(runners)}
-        if workers & busy:
-            slot, busy = slot + 1, set()
-        busy |= workers
-        found[number] = slot
+        workers = [(stage, runner[number]) for stage, runner in enumerate(runners)]
+        slot = found[number] = max(free.get(worker, 0) for worker in workers)
+        free.update(dict.fromkeys(workers, slot + 1))
     return found
