@@ -29,11 +29,7 @@ def read_section(config: Mapping[str, Any]) -> ElasticConfig | None:
     enabled = values.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise ConfigurationError(f"{source}: key 'enabled' is {enabled!r}, wanted true or false")
-    if values.setdefault("consistency", "fast") != "fast":
-        raise ConfigurationError(
-            f"{source}: key 'consistency' is {values['consistency']!r}, wanted 'fast': in a loop "
-            "that the script owns, shares change their size and sums their order"
-        )
+    values.setdefault("consistency", "fast")
     # A script's own means are not weighted by shares of unequal size.
     values.setdefault("slow_workers", "name")
     switch = {"enabled": "the switch of the section, true or false"}

@@ -40,6 +40,19 @@ CARRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("elaswave.clocks", ("off",), "all workers have the same to do"),
     ("elaswave.memory_limit_gib", (None,), "shares are not planned by bytes; leave it out"),
 )
+# The same with "consistency": "exact", whose rounds and sums have a place for nothing else.
+EXACT: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("zero_optimization.stage", (0, 1, 2)),
+    ("zero_optimization.offload_optimizer.device", ("none",)),
+    ("zero_optimization.reduce_scatter", (True,)),
+    ("data_types.grad_accum_dtype", (None,)),
+    ("prescale_gradients", (False,)),
+    ("gradient_predivide_factor", (1.0,)),
+    ("elaswave.slow_workers", ("name",)),
+    ("elaswave.loss", (None,)),
+    ("elaswave.rehearse_first_step", (None,)),
+)
+IN_EXACT_MODE = 'in exact mode; else set "consistency" to "fast"'
 # DeepSpeed 0.19.8 refuses them with any value (deepspeed/runtime/config.py, `_REMOVED_...`).
 REMOVED = (
     *("amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity"),
@@ -64,7 +77,10 @@ def lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
 
 def problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key that is not carried; what switches nothing on is carried."""
-    for path, carried, advice in CARRIED:
+    rows = [*CARRIED]
+    if lookup(config, "elaswave.consistency", "fast") == "exact":
+        rows += [(path, carried, IN_EXACT_MODE) for path, carried in EXACT]
+    for path, carried, advice in rows:
         seen = lookup(config, path, carried[0])
         if seen not in carried:
             wanted = " or ".join(map(repr, carried))

@@ -89,7 +89,7 @@ MEGATRON = (
     ),
     (
         "megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
-        "megatron/compat/grad_norm.py",
+        "grad_norm.py",
         (
             ("56d684bd24e3252c", "0.16.1"),
             ("a2a451348b869f85", "0.17.0 to 0.18.1"),
@@ -302,6 +302,18 @@ ZERO_0 = (
     ),
 )
 # Used by engines of stages 1 and 2.
+DEEPSPEED_EXACT = (
+    (
+        "deepspeed.runtime.engine:DeepSpeedEngine.allreduce_bucket",
+        "deepspeed/zero/replica_sums.py",
+        (("d9f3592291cd86a2", "0.19.8"),),
+    ),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor",
+        "deepspeed/zero/replica_sums.py",
+        (("fa76f4ed733602b6", "0.19.8"),),
+    ),
+)
 ZERO_12 = (
     (
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__",

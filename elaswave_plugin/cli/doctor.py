@@ -247,10 +247,12 @@ def _of_megatron() -> Iterable[Entry]:
 
 def _of_deepspeed() -> Iterable[Entry]:
     from elaswave_plugin.adapters.deepspeed.compat import patches as of_deepspeed
+    from elaswave_plugin.adapters.deepspeed.compat.exact_norms import exact_patches
 
     for patches, applied in (
         (of_deepspeed.launch_patches(), "elastic"),
         (of_deepspeed.deepspeed_patches(), "elastic"),
+        (exact_patches(), "elastic, exact mode"),
         (of_deepspeed.destruction_patches(None), "elastic"),
         (of_deepspeed.newcomer_patches(), "elastic, started again"),
         (of_deepspeed.detached_patches(), "elastic, started again, ZeRO-3"),

@@ -115,6 +115,7 @@ class EngineSpec(JobSpec):
             },
             "elaswave": {
                 "enabled": True,
+                "consistency": self.consistency,
                 "dir": str(directory),
                 "dump_state": self.dump,
                 "kill": list(self.kills),

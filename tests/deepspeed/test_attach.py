@@ -90,7 +90,6 @@ def test_a_lost_worker_cuts_its_model_alone(run: Launch, twin: Twin, reference: 
     [
         (section(kil=["2@3"]), ("unknown key 'kil'", "did you mean 'kill'?")),
         (section(enabled="yes"), ("key 'enabled' is 'yes', wanted true or false",)),
-        (section(consistency="exact"), ("key 'consistency' is 'exact', wanted 'fast'",)),
         (section(dataflow="redeal"), ("dataflow is redeal, which is for pipeline",)),
         (section(move_layers="always"), ("move_layers is always, which is for pipeline",)),
         (section(kill=["7@3"]), ("kill 7@3:backward names worker 7, wanted 0 to 3",)),

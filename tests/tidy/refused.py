@@ -51,9 +51,11 @@ def megatron_lm_list() -> str:
 
 def deepspeed_list() -> str:
     """Keys of a DeepSpeed configuration."""
-    return _by_reason(
-        (_valued(key, values), advice) for key, values, advice in deepspeed_settings.CARRIED
+    exact = (
+        (key, values, deepspeed_settings.IN_EXACT_MODE) for key, values in deepspeed_settings.EXACT
     )
+    rows = (*deepspeed_settings.CARRIED, *exact)
+    return _by_reason((_valued(key, values), advice) for key, values, advice in rows)
 
 
 def _valued(name: str, carried: tuple[Any, ...]) -> str:

@@ -14,6 +14,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.utils import groups as deepspeed_groups
 
 from elaswave_plugin.adapters import reimplemented
+from elaswave_plugin.adapters.deepspeed.compat.exact_norms import exact_patches
 from elaswave_plugin.adapters.deepspeed.compat.patches import (
     deepspeed_patches,
     destruction_patches,
@@ -34,6 +35,7 @@ from elaswave_plugin.adapters.deepspeed.pipeline.job import PipelineJob
 from elaswave_plugin.adapters.deepspeed.zero.zero3_partitions import is_cut, make_whole, take_world
 from elaswave_plugin.adapters.deepspeed_section import check_command_line, read_section
 from elaswave_plugin.adapters.growth import check_reserve
+from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.torch_loader import Batches, batches_of
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.command_line import as_launched
@@ -158,7 +160,8 @@ def _attach(
     by_trainer = accelerate is not None and accelerate.drives_trainer()
     cut = module is not None and is_cut(module)
     launch_patches().apply()
-    patches = deepspeed_patches()
+    exact = exact_patches().records if settings.consistency == "exact" else ()
+    patches = PatchSet([*deepspeed_patches().records, *exact])
     patches.apply()
     worker = Worker(config=settings, environ=os.environ, model_parallel=(1, stages))
     _install_groups(worker)
@@ -181,7 +184,8 @@ def _attach(
         kind = import_module(f"{_TRAINER}.job").TrainerJob
     job = kind(worker, engine, patches=patches, seed=seed)
     if worker.owns_rank_0:
-        say_unknown(_reimplemented(engine, is_pipeline=is_pipeline, accelerates=bool(accelerate)))
+        used = _reimplemented(engine, is_pipeline=is_pipeline, accelerates=bool(accelerate))
+        say_unknown([*used, *(reimplemented.DEEPSPEED_EXACT if exact else ())])
     object.__setattr__(engine, _JOB, job)
     accelerated = None if accelerate is None else accelerate.attach(job, engine)
     if trainer is not None:

@@ -156,7 +156,7 @@ class AcceleratedJob:
             count = order.iterations_of(0)
             for number in range(count):
                 items = order.items(0, number)
-                mine = items[slice(*self._job.interval(len(items)))]
+                mine = items[slice(*self._job.portions.interval(len(items)))]
                 loader.end_of_dataloader = number + 1 == count
                 batch = loader.collate_fn([loader.dataset[item] for item in mine])
                 yield send_to_device(batch, self._engine.device)
@@ -253,7 +253,7 @@ class AcceleratedJob:
     @ends_in_a_sentence
     def _check_stream(self, stream: StreamOrder, place: Position) -> None:
         """Check that all workers have read the same for a step up to a place (collective)."""
-        epoch, first = place.epoch, max(0, place.iteration - self._loop.iteration)
+        epoch, first = place.epoch, max(0, place.iteration - self._job.micro_batch)
         own = stream.digest(first, place.iteration - first)
         most = torch.tensor([own, -own], device=self._engine.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -320,7 +320,7 @@ class AcceleratedJob:
         """``accelerator.accumulate()``: a redone step counts its micro-batches from the first."""
 
         def count() -> bool:
-            accelerator.step = max(0, self._loop.iteration - 1)
+            accelerator.step = max(0, self._job.micro_batch - 1)
             native(accelerator)
             if self._loop.dead:
                 self._set_sync(False)
@@ -382,7 +382,7 @@ class AcceleratedJob:
 
         def work() -> Any:
             # After a loss the workers have shares of different size.
-            if name == "gather" and not self._job.has_launch_shares:
+            if name == "gather" and not self._job.portions.has_launch_shares:
                 return recursively_apply(_gathered, value)
             return native(*args, **kwargs)
 

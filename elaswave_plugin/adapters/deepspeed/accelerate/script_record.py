@@ -123,8 +123,7 @@ class ScriptRecord:
     def _alike(self, loader: ElasticLoader) -> Any:
         """Return a batch like those of the training data, for a step that is passed over."""
         if self._batch is None:
-            items = loader.void_items()
-            self._batch = loader.batch(loader.request(items, self._job.interval(len(items))))
+            self._batch = loader.void_batch(self._job.portions.interval)
         return _pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self._batch)
 
     def evaluated(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:

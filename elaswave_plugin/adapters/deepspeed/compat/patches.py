@@ -11,8 +11,8 @@ from elaswave_plugin.adapters.constructed import arguments_of, remembering
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.errors import ConfigurationError
 
-_DEEPSPEED = "deepspeed"
-_VALID = ">=0.19.8,<0.20"
+DEEPSPEED = "deepspeed"
+VALID = ">=0.19.8,<0.20"
 _ACCELERATE = ">=1.15,<1.16"
 _TRANSFORMERS = ">=5.20,<6"
 _TRL = ">=1.16,<1.17"
@@ -134,11 +134,11 @@ _WIDTHS = (
     (
         "deepspeed",
         "deepspeed.runtime.pipe.topology:PipelineParallelGrid.get_data_parallel_world_size",
-        _VALID,
+        VALID,
         False,
     ),
     *(
-        ("deepspeed", f"{_ENGINE}.{name}", _VALID, True)
+        ("deepspeed", f"{_ENGINE}.{name}", VALID, True)
         for name in ("world_size", "dp_world_size", "seq_dp_world_size")
     ),
     *(
@@ -203,8 +203,8 @@ def deepspeed_patches() -> PatchSet:
         PatchRecord(
             target=target,
             reason="a new layout runs the constructor of the same object again, as it was called",
-            distribution=_DEEPSPEED,
-            valid=_VALID,
+            distribution=DEEPSPEED,
+            valid=VALID,
             make=remembering,
         )
         for target in (
@@ -218,8 +218,8 @@ def deepspeed_patches() -> PatchSet:
             PatchRecord(
                 target="deepspeed.runtime.dataloader:RepeatingLoader.__next__",
                 reason="it takes two empty epochs for the end; a worker that comes later has many",
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 parameters=("self",),
                 make=_endless,
             ),
@@ -229,8 +229,8 @@ def deepspeed_patches() -> PatchSet:
                 reason=(
                     "it collects garbage for up to a second, also where the partitions are flat"
                 ),
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 parameters=("tensors",),
                 make=_already_flat,
             ),
@@ -246,16 +246,16 @@ def newcomer_patches() -> PatchSet:
                 # As bound in engine.py, which is where the engine looks it up.
                 target="deepspeed.runtime.engine:MonitorMaster",
                 reason="the monitors are open elsewhere: a worker that comes later is not rank 0",
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 parameters=("monitor_config",),
                 make=_opens_nothing,
             ),
             PatchRecord(
                 target="deepspeed.runtime.pipe.p2p:recv",
                 reason="an engine of a pipeline waits for its neighbour, which sends only once",
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 parameters=("tensor", "src_stage", "async_op"),
                 make=_receives_nothing,
             ),
@@ -274,8 +274,8 @@ def detached_patches() -> PatchSet:
                     ":assert_ints_same_as_other_ranks"
                 ),
                 reason="a worker that comes later has no other one to compare its passes with",
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 parameters=("args", "kwargs"),  # DeepSpeed's own wrapper
                 make=_compares_nothing,
             ),
@@ -293,8 +293,8 @@ def stage_patches(finding: Callable[[Any], Any] | None) -> PatchSet:
             PatchRecord(
                 target="deepspeed.runtime.pipe.module:PipelineModule.__init__",
                 reason="it takes its stage from a rank of the launch; joined slots have none",
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 make=finding or _builds_nothing,
             ),
         ]
@@ -311,8 +311,8 @@ def launch_patches() -> PatchSet:
                     "on a CPU it compiles for a minute an operation for inference that keeps the "
                     "launch's world size for ever, and leaves files in shared memory"
                 ),
-                distribution=_DEEPSPEED,
-                valid=_VALID,
+                distribution=DEEPSPEED,
+                valid=VALID,
                 parameters=(),
                 make=_builds_nothing,
             ),

@@ -96,6 +96,8 @@ def _problems(config: Mapping[str, Any], model: Any, mpu: Any, mesh_param: Any) 
     if isinstance(model, PipelineModule) and has_other_axes(model):
         axes = ", ".join(model.topology().get_axis_names())
         yield f"the topology has the axes {axes}, and elaswave_plugin carries pipe and data only"
+    if isinstance(model, PipelineModule) and lookup(config, "elaswave.consistency", "") == "exact":
+        yield 'elaswave.consistency is exact, and the model a PipelineModule: set it to "fast"'
     if mpu is not None:
         yield "mpu is given, and elaswave_plugin carries data parallelism only; leave it out"
     if mesh_param is not None:

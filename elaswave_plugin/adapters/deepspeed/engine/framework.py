@@ -57,6 +57,8 @@ class DeepSpeedFramework:
         self._inner = engine.basic_optimizer
         # Where the loop is in its data is part of every snapshot.
         self.loader: ElasticLoader | None = None
+        # Called before an interrupted step is dropped.
+        self.on_pause: Callable[[], None] = lambda: None
         # Models that no step changes, whole on each worker.
         self.beside: Sequence[torch.nn.Module] = ()
 
@@ -74,6 +76,7 @@ class DeepSpeedFramework:
     def pause(self) -> None:
         """Drop the interrupted step. Modes are left alone: the script goes on, and sets its own."""
         engine = self._engine
+        self.on_pause()
         self._state.drop()
         self.drop_activations()
         engine._running_engine_step = False

@@ -5,7 +5,7 @@ The engine object stays the user's; three of its methods, and the loader, go thr
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -26,12 +26,14 @@ from elaswave_plugin.adapters.deepspeed.compat.unsupported import (
     refuse_step_alone,
 )
 from elaswave_plugin.adapters.deepspeed.engine.attached import AttachedEngine, abandoning
-from elaswave_plugin.adapters.deepspeed.engine.checkpoint import (
-    load_checked,
-    save_whole,
-)
+from elaswave_plugin.adapters.deepspeed.engine.checkpoint import load_checked, save_whole
 from elaswave_plugin.adapters.deepspeed.engine.framework import DeepSpeedFramework
-from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader, Reader, tokens_of
+from elaswave_plugin.adapters.deepspeed.engine.loader import (
+    ElasticLoader,
+    Position,
+    Reader,
+    tokens_of,
+)
 from elaswave_plugin.adapters.deepspeed.engine.loss_kinds import named, rows_of
 from elaswave_plugin.adapters.deepspeed.engine.monitor import ElasticMonitor, Holders
 from elaswave_plugin.adapters.deepspeed.engine.newcomer import Loads, News, check_together
@@ -40,9 +42,9 @@ from elaswave_plugin.adapters.deepspeed.engine.pass_timer import PassTimer
 from elaswave_plugin.adapters.deepspeed.engine.placeholder_output import StandIn, detached, unkept
 from elaswave_plugin.adapters.deepspeed.engine.reads import BATCH, END
 from elaswave_plugin.adapters.deepspeed.engine.resumed import Resumed
+from elaswave_plugin.adapters.deepspeed.engine.rounds import portions_of
 from elaswave_plugin.adapters.deepspeed.zero.zero3_external import finding_external
 from elaswave_plugin.adapters.patching import PatchSet
-from elaswave_plugin.core.step.dataflow import Shares, share
 from elaswave_plugin.core.step.loss_parts import Interval
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
@@ -51,13 +53,7 @@ from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.user import UserLoop
 from elaswave_plugin.loss_terms import weigh_by
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.engine_parts import (
-    Buffers,
-    Frozen,
-    Generators,
-    Settings,
-    Weights,
-)
+from elaswave_plugin.step_state.engine_parts import Buffers, Frozen, Generators, Settings, Weights
 from elaswave_plugin.step_state.step_state import Part, StepState
 
 
@@ -75,11 +71,9 @@ class EngineJob(AttachedEngine):
         super().__init__(
             worker, engine, framework, width=len(worker.launch_slots), patches=patches, seed=seed
         )
-        num_samples = self._micro_batch_size * self._width
-        worker.bind(framework, deal=partial(share, num_samples=num_samples))
-        slots = worker.launch_slots
-        self._launch_shares = lru_cache(partial(share, launch_slots=slots, live=slots))
-        self._buffers = Buffers(engine.module)
+        self.portions = portions_of(worker, engine, width=self._width, announce=self._announce)
+        worker.bind(framework, deal=self.portions.deal, whole=self.portions.keeps_micro_batches)
+        self._buffers = Buffers(engine.module, refused=self.portions.why_buffers_stay)
         parts: Sequence[Part] = (
             Settings(engine.basic_optimizer),
             Weights(engine.module, whole=int(engine.zero_optimization_stage()) < 3),
@@ -110,15 +104,17 @@ class EngineJob(AttachedEngine):
         self._weight = self._share_weight = 1.0
         # This worker's samples of the iteration that was served last, and how many all have.
         self._share: tuple[Interval, int] = ((0, 0), 0)
+        self._began_at = Position()
         self._losses: list[torch.Tensor] = []
+        self.losses: list[float] = []
         self._tokens = self._iterations = 0
-        self._sealed = False
         self._resumed: Resumed | None = None
         # Whether a call of ours runs now, that can absorb a loss.
-        self._guarded = False
+        self._guarded = self._sealed = False
         self._monitor = engine.monitor = ElasticMonitor(engine, self._loop)
         self.news = News(worker, self._framework, monitor=self._monitor, stand_in=self._stand_in)
         self._loads = Loads(worker)
+        framework.on_pause = self.portions.interrupted
         self._framework.watch(self._announce, self._check, hooks=self._hooks)
         self._timer: PassTimer | None = None
         if int(engine.zero_optimization_stage()) < 3:
@@ -141,7 +137,7 @@ class EngineJob(AttachedEngine):
 
     def _make_own_loss(self) -> OwnLoss | None:
         """Weigh the losses of a loop that the script owns; None for another loop."""
-        if not self._repeats_bodies:
+        if self.portions.keeps_micro_batches or not self._repeats_bodies:
             return None
         made = OwnLoss(
             self._worker, self._engine, self.draws, width=self._width, compute=self._compute
@@ -162,23 +158,6 @@ class EngineJob(AttachedEngine):
     def batch_shape(self) -> tuple[int, int]:
         """Workers of the launch, and samples of each in an iteration."""
         return self._width, self._micro_batch_size
-
-    @property
-    def has_launch_shares(self) -> bool:
-        """True if each of as many workers as at the launch has as many samples as then."""
-        shares = self._worker.dataflow
-        assert isinstance(shares, Shares)
-        sizes = {stop - start for _, start, stop in shares.intervals}
-        return len(shares.intervals) == self._width and len(sizes) == 1
-
-    def interval(self, num_samples: int) -> tuple[int, int]:
-        """Return the place of this worker's share among samples of all."""
-        return self._shares(num_samples).interval(self._worker.slot)
-
-    def launch_intervals(self, num_samples: int) -> list[Interval]:
-        """Return the places of the micro-batches of the launch among samples of all."""
-        shares = self._launch_shares(num_samples=num_samples)
-        return [(start, stop) for _, start, stop in shares.intervals]
 
     # ---- announcements --------------------------------------------------------------------------
 
@@ -220,6 +199,8 @@ class EngineJob(AttachedEngine):
                     self._state.enter_passes()
                 if self._resumed is not None:
                     self._resumed.use()
+            if self.portions.known is not None and not counts:
+                return self._dead_output(inputs, kwargs, counts=False)
             if self._needs_others_to_compute:
                 self._inputs = (inputs, kwargs)
             if counts or self._loop.dead or self._own_loss is None:
@@ -323,9 +304,13 @@ class EngineJob(AttachedEngine):
         weight = self._weight if self._own_loss is None else self._own_loss.due(loss)
 
         def work() -> torch.Tensor:
-            self._losses.append(loss.detach().double().sum() * weight)
-            weighted = loss if weight == 1.0 else loss * weight
-            scaled = native(weighted, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            known, scaled = self.portions.known, loss.detach()
+            self._losses += [scaled.double().sum() * weight] if known is None else known
+            if known is None:
+                how = {"retain_graph": retain_graph, "scale_wrt_gas": scale_wrt_gas}
+                with self.portions.passing(self._losses[-1]):
+                    scaled = native(loss if weight == 1.0 else loss * weight, **how)
+            self.portions.reduce()
             return scaled if weight == 1.0 else scaled / weight
 
         result = self.call(work, instead=loss.detach)
@@ -337,13 +322,27 @@ class EngineJob(AttachedEngine):
     def _step(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None = None) -> None:
         self._check_no_work("engine.step")
         made = self._engine.global_steps
-        if self._engine.is_gradient_accumulation_boundary():
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._loop.call(lambda: native(lr_kwargs), instead=lambda: None)
+        elif self.portions.is_last:
             self._update(native, lr_kwargs)
         else:
-            self._loop.call(lambda: native(lr_kwargs), instead=lambda: None)
+            self._loop.call(self._follow, instead=lambda: None)
         if self._engine.global_steps <= made:
             # What `was_step_applied` says; a step that was lost is none.
             self._engine._step_applied = False
+
+    @property
+    def micro_batch(self) -> int:
+        """Batches that were served of the step, or of its present round."""
+        return self._loop.iteration - self.portions.before
+
+    def _follow(self) -> None:
+        """Begin the next round of the step."""
+        portions, loader = self.portions, self._framework.loader
+        assert loader is not None
+        portions.go(portions.number + 1, batches=self._loop.iteration, losses=self._losses)
+        self._losses, loader.position = [], self._began_at
 
     def _update(self, native: Callable[..., None], lr_kwargs: dict[str, Any] | None) -> None:
         """The end of a step."""
@@ -437,9 +436,8 @@ class EngineJob(AttachedEngine):
         own = torch.as_tensor(value).detach().to(self._engine.device, torch.float64)
 
         def work() -> torch.Tensor:
-            total = own * self._share_weight
-            dist.all_reduce(total)
-            return total / dist.get_world_size()
+            is_behind = len(self._losses) >= self.micro_batch
+            return self.portions.mean(own, weight=self._share_weight, is_behind=is_behind)
 
         return self._given("mean", partial(self.call, work, instead=lambda: own, counts=True))
 
@@ -471,8 +469,11 @@ class EngineJob(AttachedEngine):
         check_together(self._worker, here, (float(sums[4]), float(sums[5])))
         if self._own_loss is not None:
             self._own_loss.end_step(somebody_asks=bool(sums[6]))
-        self._iterations = self._loop.iteration
+        self._iterations = self.micro_batch
         mean = float(sums[0]) / (self._iterations * dist.get_world_size())
+        losses = self.portions.losses(self._losses)
+        if losses is not None:
+            self.losses, mean = losses, sum(losses) / self._iterations
         return mean, int(sums[1]), Holders(bool(sums[2]), bool(sums[3]))
 
     # ---- the data -------------------------------------------------------------------------------
@@ -482,13 +483,12 @@ class EngineJob(AttachedEngine):
         return self
 
     def _took_loader(self, loader: ElasticLoader) -> None:
-        reserve = self._worker.reserve
-        if reserve:
+        if reserve := self._worker.reserve:
             check_shares(reserve, width=self._width, num_samples=loader.fewest_samples)
         loader.on_void = self.own_loops.leaves_first_epoch
         loader.on_mixed = self.own_loops.mixes
         loader.on_collated = self.own_loops.collates
-        loader.launch = self.launch_intervals
+        loader.launch = self.portions.launch_intervals
         self.news.expect(loader)
 
     @abandoning
@@ -535,40 +535,37 @@ class EngineJob(AttachedEngine):
             raise StopIteration
         if loader.reads.due != BATCH and not self._loop.is_lagging:
             return None
-        items = loader.void_items()
-        interval = self._shares(len(items)).interval(self._worker.slot)
-        return loader.batch(loader.request(items, interval))
-
-    def _shares(self, num_samples: int) -> Shares:
-        worker, shares = self._worker, self._worker.dataflow
-        assert isinstance(shares, Shares)
-        if num_samples == shares.num_samples:
-            return shares
-        return share(num_samples=num_samples, **worker.placement.dealt_over)
+        return loader.void_batch(self.portions.interval)
 
     def _serve(self, loader: ElasticLoader, step: int, iteration: int) -> Any:
-        worker = self._worker
-        items = loader.items()
-        shares = self._shares(len(items))
-        interval = shares.interval(worker.slot)
-        self._weight = self._share_weight = shares.weight(worker.slot)
-        self._share = interval, len(items)
+        worker, portions = self._worker, self.portions
         if iteration == 0:
-            self._losses, self._tokens = [], 0
-        launch = self.launch_intervals(len(items))
+            self._losses, self._tokens, self._began_at = [], 0, loader.position
+        iteration = portions.begin(iteration)
+        portions.select(iteration)
+        items = loader.items()
+        interval = portions.interval(len(items))
+        self._weight = self._share_weight = portions.weight(len(items))
+        self._share = interval, len(items)
+        launch = portions.launch_intervals(len(items))
         # Any worker that runs these samples in this step draws the same.
         key = partial(draw_key, self._seed, step, iteration)
-        self.draws.begin(parts_of(interval, launch, key), watched=step == iteration == 0)
+        self.draws.begin(
+            parts_of(interval, launch, key),
+            watched=step == iteration == 0 and not portions.keeps_micro_batches,
+        )
         self._engine.tput_timer.start()
         first = loader.position.served
+        if portions.is_void:
+            return loader.read(items, interval)[1]
         worker.observe("pass_begun", first + interval[0], first + interval[1])
         with self.draws.paused():
             mine, batch = loader.read(items, interval)
         self.draws.blocks = (rows_of(named(batch)) or 0) // len(mine.items) or 1
+        self.own_loops.reads(named(batch))
         worker.observe("batch", batch)
         if self._own_loss is not None:
-            every = [(start, stop) for _, start, stop in shares.intervals]
-            self._own_loss.serve(Served(batch, interval, every, launch))
+            self._own_loss.serve(Served(batch, interval, portions.every(len(items)), launch))
         tokens = tokens_of(batch, len(mine.items))
         self._tokens += tokens
         if self._timer is not None:

@@ -279,11 +279,15 @@ class ElasticLoader:
     ) -> None:
         self._epoch, self._left_at, self._has_read, self._usual = epoch, left_at, has_read, usual
 
-    def void_items(self) -> list[int]:
-        """Return samples like those of an iteration, for a batch that no worker trains on."""
+    def void_batch(self, interval: Callable[[int], tuple[int, int]]) -> Any:
+        """Return a batch like those of an iteration, on which no worker trains.
+
+        ``interval(count)``: the place of this worker's samples among that number.
+        """
         here = self.position
         last = self._order.iterations_of(here.epoch) - 1
-        return self._order.items(here.epoch, min(here.iteration, last))
+        items = self._order.items(here.epoch, min(here.iteration, last))
+        return self.batch(self.request(items, interval(len(items))))
 
     # ---- a worker that comes later --------------------------------------------------------------
 

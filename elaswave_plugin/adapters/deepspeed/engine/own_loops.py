@@ -1,13 +1,14 @@
 """Says once, when it begins to matter, what a loss changes for a script and its model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from elaswave_plugin.adapters.batch_layers import batch_layers
 from elaswave_plugin.adapters.deepspeed.compat.patches import width_patches
 from elaswave_plugin.adapters.script_lines import asking_line, bare_collective
-from elaswave_plugin.core.step.dataflow import Shares
+from elaswave_plugin.core.step.dataflow import Dataflow, Shares
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
 
@@ -30,7 +31,10 @@ class OwnLoops:
         self._absorbs = absorbs
         self._model = model
         self._width = width
-        self._layers_told = False
+        self._layers_told = self._rounds_told = self._padding_told = False
+        # Lengths of the samples of a batch, and whether batches have had others.
+        self._lengths: list[tuple[int, ...]] = []
+        self._pads = False
         # Whether batches of samples with different keys are nothing new, or told.
         self._mixes = False
         self._evaluation_told = self._draws_told = self._collator_told = False
@@ -91,22 +95,54 @@ class OwnLoops:
         """Warn of the lines that ask, where shares are others than those of the launch."""
         self._changed = self._has_other_shares
         self._tell()
+        if self._changed and self._is_exact:
+            self._tell_rounds()
         # In pipelines micro-batches stay whole.
         if self._changed and self._sizes() and not self._layers_told:
             self._layers_told = True
             self._tell_layers()
 
+    def _tell_rounds(self) -> None:
+        """Say once that a step takes more batches of the script's than at the launch."""
+        flow = self._worker.dataflow
+        told, self._rounds_told = self._rounds_told, True
+        if told or not self._worker.owns_rank_0:
+            return
+        assert isinstance(flow, Dataflow)
+        rounds = max(len(replicas) for _, replicas in flow.placement)
+        say(
+            f"exact mode: a step takes {rounds} times the batches of the launch from now on, as"
+            " workers run the micro-batches of lost ones before their own: a loop of the script's"
+            f" that counts batches makes fewer steps; go by engine.global_steps ({_PAGE})"
+        )
+
     def mixes(self, keys: Sequence[str]) -> None:
         """Warn of a batch whose samples have different ``keys``, if none had at the launch."""
         before, self._mixes = self._mixes, True
         # A recovery is told once its step is made again.
-        if self._has_other_shares and not before:
+        if self._cuts and not before:
             say(
                 f"samples of one batch of worker {self._worker.slot} have different keys"
                 f" ({' | '.join(keys)}), as in no batch before the loss of workers: its share is of"
                 " several micro-batches of the launch; have the collator and the loss take such"
                 " batches, or order the data so that all workers have the same keys at once"
                 f" ({_PAGE})"
+            )
+
+    def reads(self, batch: Mapping[Any, Any]) -> None:
+        """Note how long the samples of a batch are, and warn where that follows from its others."""
+        one = [tuple(value.shape[1:]) for value in batch.values() if torch.is_tensor(value)]
+        before, self._lengths = self._lengths, self._lengths or one
+        self._pads = self._pads or before not in ([], one)
+        if not (self._pads and self._cuts) or self._padding_told:
+            return
+        self._padding_told = True
+        if self._worker.owns_rank_0:
+            say(
+                "batches are padded to the longest of their samples, and those of shares to other"
+                " lengths than at the launch: the numbers that are drawn for places of a sample, as"
+                " in dropout, are others now than in a run without a loss of workers; pad all"
+                f' samples to one length, or set "consistency" to "exact" ({_PAGE})'
             )
 
     def draws_together(self, shape: tuple[int, ...]) -> None:
@@ -153,7 +189,8 @@ class OwnLoops:
         sizes = " or ".join(map(str, sorted(self._sizes())))
         shares, mean = f" with {sizes} samples of an iteration each", f"{_MEAN}(engine, value)"
         if not sizes:
-            shares, mean = "", "the result of engine.train_batch"
+            shares = ""
+            mean = mean if self._is_exact else "the result of engine.train_batch"
         say(
             f"the job has {len(self._worker.view.ranks)} workers now ({self._width} at the launch)"
             f"{shares}: the numbers of {', '.join(lines)} follow them; take a mean of the step by"
@@ -172,6 +209,15 @@ class OwnLoops:
             " without a loss of workers; use GroupNorm or LayerNorm, or on GPUs SyncBatchNorm"
             f" ({_PAGE})"
         )
+
+    @property
+    def _is_exact(self) -> bool:
+        return self._worker.config.consistency == "exact"
+
+    @property
+    def _cuts(self) -> bool:
+        """True if batches are others than those of the launch."""
+        return self._has_other_shares and not self._is_exact
 
     @property
     def _has_other_shares(self) -> bool:

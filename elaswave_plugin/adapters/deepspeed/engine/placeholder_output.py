@@ -103,9 +103,9 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def loose(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph; a backward pass over it ends in it."""
+    """The tensor without its graph; a backward pass over it ends in it, and it may be changed."""
     tensor = tensor.detach()
-    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+    return tensor.requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
 def unkept(compute: Callable[[], Any]) -> Any:

@@ -49,6 +49,19 @@ def generates(trainer: Any) -> bool:
     return hasattr(trainer, "_buffered_inputs")
 
 
+def check_exact(trainer: Any) -> None:
+    """Raise ConfigurationError for a Trainer whose numbers no round of exact mode can keep."""
+    why = None
+    if generates(trainer):
+        why = f"{type(trainer).__name__} generates the samples of a step on all workers together"
+    elif trainer.args.include_num_input_tokens_seen not in ("no", False):
+        why = "include_num_input_tokens_seen counts the tokens of the workers that are left"
+    if why is not None:
+        raise ConfigurationError(
+            f'elaswave.consistency is exact, and {why}: leave that out, or set it to "fast"'
+        )
+
+
 class Generation:
     """The generations of one process's Trainer."""
 

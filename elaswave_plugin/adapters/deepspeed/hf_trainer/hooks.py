@@ -19,7 +19,11 @@ from elaswave_plugin.adapters.deepspeed.accelerate.accelerate import Accelerated
 from elaswave_plugin.adapters.deepspeed.compat.patches import trainer_patches
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.best_model import BestModel
-from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import Generation, generates
+from elaswave_plugin.adapters.deepspeed.hf_trainer.generation import (
+    Generation,
+    check_exact,
+    generates,
+)
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
 from elaswave_plugin.adapters.deepspeed.hf_trainer.last_checkpoint import take_jit_checkpoint
 from elaswave_plugin.adapters.deepspeed.hf_trainer.resumed import place_of
@@ -29,6 +33,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn, Weighin
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.values.set_within import set_within
 
 
 class TrainerHooks:
@@ -142,6 +147,8 @@ class TrainerHooks:
                 "sync_ref_model is True in the TrainingArguments, and the reference model that"
                 " follows the weights is in no snapshot; set it to False"
             )
+        if self._job.portions.keeps_micro_batches:
+            check_exact(trainer)
         self._trainer, self._prepared = trainer, prepared
         if generates(trainer):
             self._generation = made = Generation(self._job, trainer)
@@ -201,19 +208,36 @@ class TrainerHooks:
         self._prepared.end_of_dataloader = first + num_batches >= len(self._loader)
         return update.batches, update.num_items
 
-    def _collect(self, device: torch.device, batches: list[Any]) -> tuple[list[Any], Any]:
+    def _collect(
+        self, device: torch.device, rounds: list[list[Any]]
+    ) -> list[tuple[list[Any], Any]]:
         """Count tokens and operations of all workers, where the step is redone with others."""
-        read = self._native.get_batch_samples(iter(batches), len(batches), device)
-        for inputs in read[0]:
-            self._native._track_num_input_tokens(inputs)
-        own = [float(self._native.floating_point_ops(inputs)) for inputs in read[0]]
+        read = self._counted(rounds, device)
+        own, asked = ([0.0] * len(read[-1][0]) for _ in range(2))
         weighing = self._weighing
-        asked = [float(weighing is not None and weighing.is_unknown(inputs)) for inputs in read[0]]
+        for (batches, _), is_mine in zip(read, self._job.counted, strict=True):
+            for number, inputs in enumerate(batches if is_mine else ()):
+                self._native._track_num_input_tokens(inputs)
+                own[number] += float(self._native.floating_point_ops(inputs))
+                asked[number] += weighing is not None and weighing.is_unknown(inputs)
         told = torch.tensor([own, asked], dtype=torch.float64, device=self._job.engine.device)
         dist.all_reduce(told)
         self._operations, unknown = told.tolist()
         self._unknown = [*map(bool, unknown)]
         return read
+
+    def _counted(
+        self, rounds: list[list[Any]], device: torch.device
+    ) -> list[tuple[list[Any], Any]]:
+        """Return the Trainer's list of the batches of each round, and the items of the step."""
+        count, arguments = self._native.get_batch_samples, self._trainer.args
+        if not self._job.portions.keeps_micro_batches:
+            return [count(iter(one), len(one), device) for one in rounds]
+        together = arguments.average_tokens_across_devices
+        with set_within(arguments, "average_tokens_across_devices", False):
+            read = [count(iter(one), len(one), device) for one in rounds]
+        items = self._job.items_of([one for _, one in read], together=together)
+        return [(batches, one) for (batches, _), one in zip(read, items, strict=True)]
 
     def _training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
@@ -271,7 +295,7 @@ class TrainerHooks:
             whose = "beside its loss (kl, entropy, clip ratios, and those of evaluations)"
         elif trainer.eval_dataset is None:
             return
-        if self._metrics_told or not hasattr(trainer, "_metrics") or job.has_launch_shares:
+        if self._metrics_told or not hasattr(trainer, "_metrics") or job.portions.has_launch_shares:
             return
         self._metrics_told = True
         if job.speaks:

@@ -44,8 +44,10 @@ class TrainerJob(EngineJob):
 
     def _own_parts(self) -> Sequence[StatePart]:
         self.trainer_state = TrainerState()
-        # Share, samples of all and parts of each micro-batch that was read for the step.
-        self._drawn: list[tuple[Interval, int, tuple[Part, ...]]] = []
+        # By round: share, samples of all and parts of each micro-batch that was read for the step.
+        self._reads: list[list[tuple[Interval, int, tuple[Part, ...]]]] = [[]]
+        # Of each round: whether its batches are not others' in truth.
+        self.counted: list[bool] = []
         # The micro-batch of each of its passes.
         self._passed: list[int] = []
         # Micro-batches that a batch of the loader is cut into.
@@ -54,8 +56,6 @@ class TrainerJob(EngineJob):
         self._number = 0
         # Whether the step has no batches, and loads weights.
         self._is_loading = False
-        # The losses of the last step's micro-batches, each the mean over all workers.
-        self.losses: list[float] = []
         return (self.trainer_state,)
 
     @property
@@ -147,18 +147,49 @@ class TrainerJob(EngineJob):
         """Have all state as the first pass of this step has found it (collective over WORLD)."""
         self._state.enter_passes()
 
-    def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[Any]:
-        """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch."""
+    def read(self, loader: ElasticLoader, *, epoch: int, first: int, count: int) -> list[list[Any]]:
+        """Read ``count`` batches of this worker's share, from iteration ``first`` of an epoch.
+
+        By round of the step, of which there is one in fast mode.
+        """
         loader.seek(epoch, first)
-        self._drawn, self._passed = [], []
-        batches = [self._next(loader) for _ in range(count)]
+        place, self._reads, self._passed, self.counted = loader.position, [], [], []
+        rounds: list[list[Any]] = []
+        for number in self.portions.each():
+            self.go(number)
+            loader.position = place
+            self._reads.append([])
+            rounds.append([self._next(loader) for _ in range(count)])
+            self.counted.append(not self.portions.is_void)
         self.trainer_state.place = epoch, first + count
-        return batches
+        return rounds
 
     def _next(self, loader: ElasticLoader) -> Any:
         batch = self._loop.next_batch(partial(self._serve, loader))
         self._drawn.append((*self._share, self.draws.parts))
         return batch
+
+    @property
+    def _drawn(self) -> list[tuple[Interval, int, tuple[Part, ...]]]:
+        return self._reads[self.portions.number]
+
+    def go(self, number: int) -> None:
+        """Be in a round of the step."""
+        batches = sum(map(len, self._reads[:number]))
+        self.portions.go(number, batches=batches, losses=self._losses)
+        self._losses, self._passed = [], []
+
+    def items_of(self, counts: Sequence[Any], *, together: bool) -> list[Any]:
+        """Return the items of the step for each round, from those of its batches (collective).
+
+        ``together``: those of all replicas; else of the round's own.
+        """
+        if not together or counts[-1] is None:
+            return [*counts]
+        mine = sum(int(one) for one, is_mine in zip(counts, self.counted, strict=True) if is_mine)
+        total = torch.tensor(mine, device=self._engine.device)
+        dist.all_reduce(total)
+        return [total / 1 for _ in counts]
 
     def share_of(self, number: int) -> Interval:
         """Return this worker's share of a micro-batch's samples."""
@@ -167,7 +198,7 @@ class TrainerJob(EngineJob):
     def cut(self, number: int) -> tuple[Interval, list[Interval]]:
         """Return this worker's share of a micro-batch's samples, and those of the launch."""
         mine, num_samples, _ = self._drawn[number]
-        return mine, self.launch_intervals(num_samples)
+        return mine, self.portions.launch_intervals(num_samples)
 
     def of_all(self, mine: Sequence[list[int]]) -> list[list[int]]:
         """Join what the workers have of each micro-batch, in the order of samples (collective)."""
@@ -188,7 +219,9 @@ class TrainerJob(EngineJob):
     def asks(self) -> bool:
         """True if losses are asked for their kind in this step, as long as it is not known."""
         step = self._worker.completed
-        return not self.has_launch_shares or step & (step - 1) == 0
+        if self.portions.keeps_micro_batches:
+            return False
+        return not self.portions.has_launch_shares or step & (step - 1) == 0
 
     @property
     def last_call(self) -> bool:
@@ -209,6 +242,7 @@ class TrainerJob(EngineJob):
         self._number = number
         is_first = self._worker.completed == number == 0
         self.draws.begin(self._drawn[number][2], watched=is_first)
+        self.portions.select(number)
 
     @contextmanager
     def weighing(
@@ -219,17 +253,16 @@ class TrainerJob(EngineJob):
         ``samples``: of the pass among those of all; None where they have none, or count nothing.
         """
 
+        live = self.portions.num_averaged
+
         def of(term: str) -> float:
-            return kinds.get(term, LossKind()).weight(
-                weights, launched=self._width, live=dist.get_world_size()
-            )
+            return kinds.get(term, LossKind()).weight(weights, launched=self._width, live=live)
 
         def weigh(terms: Mapping[str, Any]) -> Any:
             self._weight = 1.0
             return added({name: one * of(name) for name, one in terms.items()})
 
         self._weight = of(WHOLE)
-        live = dist.get_world_size()
         self._share_weight = LossKind().weight(weights, launched=self._width, live=live)
         self._passed.append(self._number)
         draws = self.draws.paused() if samples is None else self.draws.narrowed(*samples)
@@ -247,14 +280,18 @@ class TrainerJob(EngineJob):
                 f"a step of {len(self._passed)} passes called accelerator.backward"
                 f" {len(self._losses)} times, wanted once in each call of training_step"
             )
+        if not self.portions.keeps_micro_batches:
+            self.losses = self._losses_of_all()
+        _, tokens, holders = super()._mean_loss()
+        # The Trainer has divided each by the micro-batches, or by all tokens of the step.
+        return sum(self.losses), tokens, holders
+
+    def _losses_of_all(self) -> list[float]:
         device = self._engine.device
         losses = torch.zeros(len(self._drawn), dtype=torch.float64, device=device)
         losses.index_add_(0, torch.tensor(self._passed, device=device), torch.stack(self._losses))
         dist.all_reduce(losses)
-        self.losses = (losses / dist.get_world_size()).tolist()
-        _, tokens, holders = super()._mean_loss()
-        # The Trainer has divided each by the micro-batches, or by all tokens of the step.
-        return sum(self.losses), tokens, holders
+        return [*(losses / dist.get_world_size()).tolist()]
 
     # ---- a Trainer that generates its samples ---------------------------------------------------
 
@@ -262,12 +299,12 @@ class TrainerJob(EngineJob):
     def is_as_launched(self) -> bool:
         """True if the shares, by rank, are those of the launch."""
         ranks = self._worker.view.ranks
-        return self.has_launch_shares and [*ranks] == sorted(ranks)
+        return self.portions.has_launch_shares and [*ranks] == sorted(ranks)
 
     @property
     def generated(self) -> tuple[int, int]:
         """The interval of this worker's samples among those of a generation."""
-        return self.interval(self._width * self._micro_batch_size * self.pieces)
+        return self.portions.interval(self._width * self._micro_batch_size * self.pieces)
 
     def weights_of(self, number: int) -> dict[str, float]:
         """Return the weights of a micro-batch of what was generated, by rule."""

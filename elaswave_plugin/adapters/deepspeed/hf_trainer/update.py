@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 
 from elaswave_plugin.adapters.deepspeed.engine.loader import ElasticLoader
 from elaswave_plugin.adapters.deepspeed.hf_trainer.job import TrainerJob
-from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn
+from elaswave_plugin.adapters.deepspeed.hf_trainer.weighing import Turn, told_of
 
 
 class Update:
@@ -23,9 +23,9 @@ class Update:
         epoch: int,
         first: int,
         count: int,
-        collect: Callable[[list[Any]], tuple[list[Any], Any]],
+        collect: Callable[[list[list[Any]]], list[tuple[list[Any], Any]]],
     ) -> None:
-        """``collect(batches)`` gives the Trainer's list of them and the items in it."""
+        """``collect(rounds)`` gives the Trainer's list of the batches of each, and their items."""
         self._job = job
         self._loader = loader
         self._epoch, self._first, self._count = epoch, first, count
@@ -33,6 +33,8 @@ class Update:
         # The list over which the Trainer iterates: a redo changes what is in it.
         self.batches: list[Any] = []
         self.num_items: Any = None
+        # The batches of each round of the step, and the items that their losses are told of.
+        self._rounds: list[tuple[list[Any], Any]] = []
         self.losses: list[float] = []
         # The Trainer's own step: (model, inputs, num_items) -> loss.
         self.step: Callable[..., Any] | None = None
@@ -44,25 +46,39 @@ class Update:
         """Read this worker's share of each batch, and count the items of all workers."""
         read = self._job.read(self._loader, epoch=self._epoch, first=self._first, count=self._count)
         device = self._job.engine.device
-        batches, self.num_items = self._collect([send_to_device(one, device) for one in read])
+        self._rounds = self._collect(
+            [[send_to_device(one, device) for one in each] for each in read]
+        )
+        batches, self.num_items = self._rounds[-1]
         held = [_replaced(old, new) for old, new in zip(self.batches, batches, strict=False)]
         self.batches[:] = [*held, *batches[len(held) :]]
+        self._rounds[-1] = self.batches, self.num_items
 
     def train(self) -> None:
         """Call the Trainer's step for each micro-batch; the last one makes the update."""
-        assert self.step is not None and self.weigh is not None
+        assert self.weigh is not None
         self._job.enter_passes()
-        weighed = self.weigh(self.model, self.batches, self.num_items)
         boundary = GradientState().sync_gradients
-        for number, turns in enumerate(weighed):
-            self._job.begin_micro_batch(number)
-            for left, turn in zip(range(len(turns))[::-1], turns, strict=True):
-                last = number == len(weighed) - 1 and not left
-                GradientState()._set_sync_gradients(last)
-                with self._job.weighing(turn.samples, turn.kinds, turn.weights):
-                    self.step(self.model, turn.batch, turn.num_items)
+        for round_, (batches, num_items) in enumerate(self._rounds):
+            self._job.go(round_)
+            weighed = self.weigh(self.model, batches, num_items)
+            for number, turns in enumerate(weighed):
+                self._job.begin_micro_batch(number)
+                is_last = batches is self.batches and number == len(weighed) - 1
+                self._pass(turns, is_last=is_last)
         GradientState()._set_sync_gradients(boundary)
         self.losses = self._job.losses
+
+    def _pass(self, turns: Sequence[Turn], *, is_last: bool) -> None:
+        """Call the Trainer's step for the passes of a micro-batch, perhaps the last one."""
+        assert self.step is not None
+        for left, turn in zip(range(len(turns))[::-1], turns, strict=True):
+            GradientState()._set_sync_gradients(is_last and not left)
+            with (
+                self._job.weighing(turn.samples, turn.kinds, turn.weights),
+                told_of(self._job.portions.num_averaged),
+            ):
+                self.step(self.model, turn.batch, turn.num_items)
 
     def loss(self, number: int) -> torch.Tensor:
         """Return the loss of a micro-batch, the mean over all workers."""

@@ -130,7 +130,7 @@ class Weighing:
         if self._declared is None:
             check_padding(batch, ask, tolerance=tolerance)
         items = None if num_items is None else losses_of(compute, batch, 2 * num_items)
-        with _twice_the_processes():
+        with told_of(2 * PartialState().num_processes):
             processes = losses_of(compute, batch, num_items)
 
         def follows_draws() -> bool:
@@ -185,7 +185,7 @@ class Weighing:
     def _tell_of_the_unknown(self) -> None:
         """Say once that a loss which is not finite tells no weight for parts of unequal size."""
         job = self._job
-        if self._unknown_told or self._declared is not None or job.has_launch_shares:
+        if self._unknown_told or self._declared is not None or job.portions.has_launch_shares:
             return
         self._unknown_told = True
         if job.speaks:
@@ -197,7 +197,7 @@ class Weighing:
     def weigh(self, batches: Sequence[Any], num_items: Any) -> list[list[Turn]]:
         """Return the passes of each micro-batch of an update (collective over WORLD)."""
         job, known = self._job, self._job.trainer_state.loss_kinds
-        if job.has_launch_shares:
+        if job.portions.has_launch_shares:
             whole = dict.fromkeys(RULES, 1.0)
             return [
                 [Turn(batch, job.share_of(number), {}, num_items, whole)]
@@ -327,14 +327,18 @@ def losses_of(compute: Compute, batch: Any, num_items: Any) -> Losses:
 
 
 @contextmanager
-def _twice_the_processes() -> Iterator[None]:
+def told_of(num_processes: int) -> Iterator[None]:
+    """Losses in this block are told of ``num_processes``."""
     shared = [one._shared_state for one in (PartialState, AcceleratorState)]
     before = [one["num_processes"] for one in shared]
+    if before == [num_processes] * len(shared):
+        yield
+        return
     patches = asking_patches()
     patches.apply()
     try:
         for one in shared:
-            one["num_processes"] *= 2
+            one["num_processes"] = num_processes
         yield
     finally:
         for one, number in zip(shared, before, strict=True):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from elaswave_plugin.adapters.constructed import remember, remembering
+from elaswave_plugin.adapters.grad_norm import canonical_norm
 from elaswave_plugin.adapters.megatron.compat import own_ranges
-from elaswave_plugin.adapters.megatron.compat.grad_norm import canonical_norm
 from elaswave_plugin.adapters.megatron.compat.versions import record
 from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
