@@ -199,6 +199,10 @@ RUN_BY = (
         "tests/faults/test_proofs.py::test_the_page_has_the_declarations",
     ),
     RunBy(
+        r"python -m benchmarks\.weight(?: FOLDER)?",
+        "tests/bench/test_weight.py::test_the_command_prints_each_room_and_all",
+    ),
+    RunBy(
         r"python -m (?:benchmarks|tests\.(?:matrix|parted|schedulers|tidy\.upstream_digests)).*",
         reason="takes minutes or hours: its result file in benchmarks/ has the command, the commit"
         " and the date of the run; one of digests needs another release",
