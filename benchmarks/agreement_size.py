@@ -19,15 +19,12 @@ from unittest import mock
 from benchmarks.circumstances import circumstances
 from benchmarks.command import JsonFile, run, tell, write
 from elaswave_plugin.agent.peers.coordinator import Coordinator
-from elaswave_plugin.core.agreement.effects import Deliver, Ring, Send
-from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.agreement.leader import Agreement
-from elaswave_plugin.core.agreement.messages import Welcome
-from elaswave_plugin.core.agreement.payload import read_payload
+from elaswave_plugin.core.agreement.messages import Deliver, Ring, Send, Welcome, read_payload
+from elaswave_plugin.core.agreement.quorum import Applicant
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.core.codec import from_json, to_json, to_wire
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import SealedShard, WorkerFacts
 from elaswave_plugin.ipc.frames import FromPeer
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.secret import Secret

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import SealedShard, WorkerFacts
 from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.trainer.member import Commit, Member
 

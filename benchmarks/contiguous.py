@@ -11,8 +11,8 @@ no layers. A layer that changes stage moves the bounds of every shard of both st
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ShardCut, ShardPiece
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from benchmarks.bench_member import BenchMember
 from benchmarks.contiguous import ContiguousPlan, Stages
 from elaswave_plugin.core.layout.layout import launch_layout
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import MOMENTS, PARTS, WEIGHTS, ShardCut
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement, ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan

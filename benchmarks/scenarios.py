@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.planner.joint import concentration
 from elaswave_plugin.core.planner.prediction import StepWork
-from elaswave_plugin.core.planner.reasons import concentration
 from elaswave_plugin.errors import ConfigurationError
 
 ONE, SPREAD = "one", "spread"

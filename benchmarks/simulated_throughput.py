@@ -16,8 +16,7 @@ from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.joint import joint_plan
 from elaswave_plugin.core.planner.microbatch_split import REROUTE
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor
-from elaswave_plugin.core.planner.rules import PlanRules
-from elaswave_plugin.core.planner.search import EXTRA_WINDOWS
+from elaswave_plugin.core.planner.search import EXTRA_WINDOWS, PlanRules
 from elaswave_plugin.core.step.simulate import LinkTime
 
 # Long enough that every move pays: what is compared is the steady state.

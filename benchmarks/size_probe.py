@@ -24,7 +24,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES, SnapshotPool
-from elaswave_plugin.values.rows import bytes_of
+from elaswave_plugin.values.plain import bytes_of
 
 STEP_EVENT, BANDWIDTH_EVENT = "size_step", "size_bandwidth"
 GATHERED_BYTES = 64 << 20

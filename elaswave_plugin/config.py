@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -119,18 +119,6 @@ def parse_clocks(text: str, *, name: str = "clock_table") -> tuple[float, ...]:
     return clocks
 
 
-def _checked_clocks(text: str) -> str:
-    return " ".join(f"{clock:g}" for clock in parse_clocks(text))
-
-
-def _checked_kill(text: str) -> str:
-    return str(parse_kill(text))
-
-
-def _checked_change(text: str) -> str:
-    return str(parse_change(text))
-
-
 def _checked_interval(value: object) -> str:
     if not re.fullmatch(r"auto|[1-9]\d*", text := str(value)):
         raise ValueError(f"snapshot_interval is {text}, wanted auto or a number of steps from 1 on")
@@ -138,10 +126,12 @@ def _checked_interval(value: object) -> str:
 
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_KillText = Annotated[str, AfterValidator(_checked_kill)]
-_ClocksText = Annotated[str, AfterValidator(_checked_clocks)]
+_KillText = Annotated[str, AfterValidator(lambda text: str(parse_kill(text)))]
+_ClocksText = Annotated[
+    str, AfterValidator(lambda text: " ".join(f"{clock:g}" for clock in parse_clocks(text)))
+]
 _IntervalText = Annotated[str, BeforeValidator(_checked_interval)]
-_ChangeText = Annotated[str, AfterValidator(_checked_change)]
+_ChangeText = Annotated[str, AfterValidator(lambda text: str(parse_change(text)))]
 
 
 _OF_THE_JOB = (
@@ -169,6 +159,33 @@ _IDLE = (
     ("snapshot_copies", "snapshots", False, "so that there is nothing to copy"),
     ("snapshot_interval", "snapshots", False, "so that there is nothing to copy"),
     ("respawn", "snapshots", False, "from which a worker that is started again has its state"),
+)
+
+
+# Settings of which one excludes the other: whether they do, and the sentence.
+_CONTRADICTIONS: tuple[tuple[Callable[["ElasticConfig"], bool], str], ...] = (
+    # Work that stays with its peers or its round comes to some worker twice at once.
+    (
+        lambda one: one.activation_room is not None and one.dataflow in ("reroute", "resize"),
+        "activation_room is {activation_room:g} and dataflow is {dataflow}, which holds what it"
+        " holds; leave one of them out",
+    ),
+    # Cut micro-batches are added in another order than whole ones.
+    (
+        lambda one: one.dataflow == "resize" and one.consistency == "exact",
+        "dataflow is resize and consistency is exact, which needs whole micro-batches; set"
+        " consistency to fast, or dataflow to auto, redeal or reroute",
+    ),
+    # In fast mode a step that is dealt otherwise has other bits.
+    (
+        lambda one: (
+            one.consistency == "fast"
+            and "rehearse_first_step" in one.model_fields_set
+            and one.rehearse_first_step != "off"
+        ),
+        "rehearse_first_step is {rehearse_first_step} and consistency is fast, in which bits follow"
+        " from the number of workers; leave rehearse_first_step out",
+    ),
 )
 
 
@@ -451,57 +468,22 @@ class ElasticConfig(BaseModel):
         return result
 
     @model_validator(mode="after")
-    def _dealing_needs_least_room(self) -> "ElasticConfig":
-        """Refuse `activation_room` with reroute and resize, which hold what they hold.
-
-        Work that stays with its peers or its round comes to some worker twice at once.
-        """
-        if self.activation_room is not None and self.dataflow in ("reroute", "resize"):
-            raise ValueError(
-                f"activation_room is {self.activation_room:g} and dataflow is {self.dataflow},"
-                " which holds what it holds; leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _resize_is_fast(self) -> "ElasticConfig":
-        """Cut micro-batches are added in another order than whole ones."""
-        if self.dataflow == "resize" and self.consistency == "exact":
-            raise ValueError(
-                "dataflow is resize and consistency is exact, which needs whole micro-batches; set"
-                " consistency to fast, or dataflow to auto, redeal or reroute"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_bits_are_rehearsed(self) -> "ElasticConfig":
-        """Refuse to rehearse in fast mode, where a step that is dealt otherwise has other bits."""
-        asked = "rehearse_first_step" in self.model_fields_set
-        if asked and self.rehearse_first_step != "off" and self.consistency == "fast":
-            raise ValueError(
-                f"rehearse_first_step is {self.rehearse_first_step} and consistency is fast, in "
-                "which bits follow from the number of workers; leave rehearse_first_step out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _hangs_are_waited_for_least(self) -> "ElasticConfig":
-        """Refuse limits of single phases that are lower than that of all."""
+    def _they_agree(self) -> "ElasticConfig":
+        """Refuse settings that contradict each other, or say more of what is switched off."""
+        default = {name: field.default for name, field in type(self).model_fields.items()}
+        for contradict, sentence in _CONTRADICTIONS:
+            if contradict(self):
+                raise ValueError(sentence.format(**dict(self)))
         for name in ("data_timeout_s", "hang_start_timeout_s"):
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if value < self.hang_timeout_s and value != default:
+            value = getattr(self, name)
+            if value < self.hang_timeout_s and value != default[name]:
                 raise ValueError(
                     f"{name} is {value:g} and hang_timeout_s is {self.hang_timeout_s:g}, below"
                     f" which no phase is judged; raise {name}, or lower hang_timeout_s"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_is_idle(self) -> "ElasticConfig":
-        """Refuse what says more of something that is switched off."""
         for name, other, off, why in _IDLE:
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if getattr(self, other) == off and value not in (default, 0):
+            value = getattr(self, name)
+            if getattr(self, other) == off and value not in (default[name], 0):
                 shown = f"{value:g}" if isinstance(value, float) else repr(value)
                 raise ValueError(
                     f"{name} is {shown} and {other} is off, {why}; set {other}, or leave {name} out"

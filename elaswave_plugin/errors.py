@@ -114,7 +114,7 @@ class EpochChanged(BaseException):
 class SnapshotUnreadableError(ElasWaveError):
     """Sealed bytes did not arrive, or not as they were sealed; another holder is tried.
 
-    ``sealed``: which ones and where, a `SealedShard` (core/layout/sealed_shard.py).
+    ``sealed``: which ones and where, a `SealedShard` (core/layout/worker_facts.py).
     """
 
     def __init__(self, message: str, sealed: Any) -> None:

@@ -3,8 +3,6 @@
 Standard library only: a launcher checks what its script is given before anything starts.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import re

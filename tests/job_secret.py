@@ -2,8 +2,7 @@
 
 import socket
 
-from elaswave_plugin.ipc.handshake import Kind, admit, prove
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import Kind, Secret, admit, prove
 
 SECRET = Secret(b"7" * 64)
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.device import Device
 from benchmarks.measurement import bench
 from elaswave_plugin.config import Kill
-from elaswave_plugin.demo import frameworks, jobs
+from elaswave_plugin.demo import jobs
 from elaswave_plugin.demo.options import GLOBAL_BATCH, DemoOptions
 from elaswave_plugin.observer.observer import summarize
 from elaswave_plugin.observer.run import RunFiles, read_run
@@ -68,7 +68,7 @@ class Jobs:
         before = [str(ONE_DEVICE)] if shares_device else []
         launch += ["--dir", str(directory), *before, str(self.options.script)]
         data = self.folder / "data" / "text"
-        arguments = frameworks.arguments(self.options, data=data, settings=given)
+        arguments = jobs.arguments(self.options, data=data, settings=given)
         log = self.folder / f"{name}.log"
         try:
             jobs.run_job([*launch, *arguments], f"run {name}", log, limit_s=JOB_LIMIT_S)

@@ -6,12 +6,12 @@ import torch
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.notes import Notes
-from elaswave_plugin.communicator.device.ordered_kernel import (
+from elaswave_plugin.communicator.device.ordered_sums import (
+    CHUNK_BYTES,
     Combine,
     CombineKernels,
     combine_in_a_loop,
 )
-from elaswave_plugin.communicator.device.ordered_sums import CHUNK_BYTES
 
 MEMBERS = (3, 4, 8, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

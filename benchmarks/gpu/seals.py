@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.notes import Notes
-from elaswave_plugin.snapshot.host_copies import HostCopies
-from elaswave_plugin.snapshot.pinned_blocks import PinnedBlocks
+from elaswave_plugin.snapshot.host_copies import HostCopies, PinnedBlocks
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader, capacity_of
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.state_dump import NamedPiece, dump_state
 from elaswave_plugin.tracking.tracker import Tracker, step_metrics
-from elaswave_plugin.trainer.lease import await_lease
+from elaswave_plugin.trainer.signals import await_lease
 
 
 def tracker_of(worker: Worker) -> Tracker:

@@ -4,8 +4,6 @@ It dies without harm: its guardian holds what the next one needs, and the traine
 Standard library only. Control is one thread (the reactor); bulk bytes have threads of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -16,8 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
-from elaswave_plugin.agent.agent_spec import AgentSpec
-from elaswave_plugin.agent.common import Common
+from elaswave_plugin.agent.common import AgentSpec, Common
 from elaswave_plugin.agent.keeper import Keeper, Notice
 from elaswave_plugin.agent.notice_file import watch_notice_file
 from elaswave_plugin.agent.peers.coordinator import Coordinator
@@ -35,11 +32,21 @@ from elaswave_plugin.agent.seat import SECRET, Seat
 from elaswave_plugin.agent.snapshot_server import SnapshotServer
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.agent.standby import Standby
-from elaswave_plugin.agent.status_board import describe_change
+from elaswave_plugin.agent.trainer_session import describe_change
 from elaswave_plugin.agent.way_in import Admitted, SlotRefusedError, env_in, seek_admission
-from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import (
+    AllSealed,
+    Deliver,
+    Dismiss,
+    Fence,
+    Order,
+    Over,
+    Ring,
+    Seated,
+    Vacated,
+)
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.codec import from_json, to_json
@@ -62,7 +69,7 @@ from elaswave_plugin.ipc.requests import in_loop
 from elaswave_plugin.ipc.stack_line import where_is
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame, send_frame
-from elaswave_plugin.tracking.async_log import AsyncLog
+from elaswave_plugin.tracking.events import AsyncLog
 
 GOODBYE_S = 1.0
 
@@ -436,31 +443,33 @@ class Agent:
 
     # ---- what the coordinator asks ------------------------------------------------------------
 
-    def ring(self, ring: Ring) -> None:
-        """A proposal is open, or has become urgent."""
-        for seat in self._seats.values():
-            seat.ring(ring)
-
-    def deliver(self, news: Deliver) -> None:
-        """A view is committed with workers of this node in it."""
-        for slot in list(self._agreement.seats):
-            if self._agreement.worker(slot) in news.committed.proposal.view:
-                self._seats[slot].deliver(news)
+    def carry_out(self, order: Order) -> None:
+        """Have the seats do what the agreement orders."""
+        match order:
+            case Ring():
+                for seat in self._seats.values():
+                    seat.ring(order)
+            case Deliver():
+                for slot in list(self._agreement.seats):
+                    if self._agreement.worker(slot) in order.committed.proposal.view:
+                        self._seats[slot].deliver(order)
+            case Dismiss():
+                self._seats[order.slot].dismiss()
+            case Fence():  # its exit is reported with this evidence
+                self._seats[order.slot].trainer.fence(order.evidence)
+            case Seated():
+                self._seat(order.worker)
+            case Vacated():
+                self._vacated()
+            case Over():
+                self._end(order.reason, order.exit_code)
 
     def started(self) -> None:
         """Tell all that every trainer has sealed its first snapshot."""
         for seat in self._seats.values():
-            seat.started()
+            seat.trainer.send(AllSealed())
 
-    def dismiss(self, slot: int) -> None:
-        """A view without the trainer is committed, as it was told to leave."""
-        self._seats[slot].dismiss()
-
-    def fence(self, slot: int, evidence: str) -> None:
-        """Kill a trainer; its exit is reported with this evidence."""
-        self._seats[slot].trainer.fence(evidence)
-
-    def seat(self, worker: WorkerId) -> None:
+    def _seat(self, worker: WorkerId) -> None:
         """Start the first trainer of a slot that was given to this node."""
         place = self._standby.place_for(worker.slot)
         self._spec = self._common.spec = _with_place(self._spec, place, worker.slot)
@@ -468,8 +477,8 @@ class Agent:
         seat.start(worker.incarnation)
         self._store()
 
-    def vacated(self, slot: int) -> None:
-        """Another node may take the slot; its trainer is ending, or has ended."""
+    def _vacated(self) -> None:
+        """Another node may take a slot; its trainer is ending, or has ended."""
         self._store()
         if not self._agreement.seats and not self._standby.waiting:
             self._common.exit_code = self._common.exit_code or EXIT_FAILED
@@ -477,7 +486,7 @@ class Agent:
 
     def progress(self, awake_s: float) -> list[Sample]:
         """Return how far the trainers are that work."""
-        found = (seat.progress(awake_s) for seat in self._seats.values())
+        found = (seat.trainer.progress(awake_s) for seat in self._seats.values())
         return [one for one in found if one is not None]
 
     def lend(self, until_s: float) -> None:
@@ -485,7 +494,7 @@ class Agent:
         for seat in self._seats.values():
             seat.trainer.page.lend(until_s)
 
-    def end(self, reason: str, exit_code: int) -> None:
+    def _end(self, reason: str, exit_code: int) -> None:
         """The job is over: exit as soon as the trainers have."""
         common = self._common
         common.exit_code = exit_code
@@ -500,14 +509,11 @@ class Agent:
             seat.end(reason)
         self._stop_when_idle()
 
-    def _forget_seat(self, slot: int) -> None:
-        self._seats.pop(slot).close()
-
     def _stop_when_idle(self) -> None:
         """End once the job is over here, or nothing is left to do, and no trainer lives."""
         for slot, seat in list(self._seats.items()):
             if slot not in self._agreement.seats and not seat.trainer.life.lives:
-                self._forget_seat(slot)
+                self._seats.pop(slot).close()
         lives = any(seat.trainer.life.lives for seat in self._seats.values())
         if self._common.exit_code is not None and not lives:
             self._stop()

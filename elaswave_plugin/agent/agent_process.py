@@ -3,8 +3,6 @@
 The guardian has imported what an agent needs: importing it again takes a fifth of a second.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -16,17 +14,17 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from elaswave_plugin.agent.agent import Agent, ended_early
-from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.common import AgentSpec
 from elaswave_plugin.agent.guardian import EXIT_CRASHED
 from elaswave_plugin.agent.keeper import Keeper
 from elaswave_plugin.errors import EXIT_CONFIGURATION, ConfigurationError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.process_limit import explained_process_limit
 from elaswave_plugin.ipc.process_tree import (
     SIGNALS_TO_END,
     close_all_but,
     die_with_parent,
     exit_at_once,
+    explained_process_limit,
     lead_group,
 )
 

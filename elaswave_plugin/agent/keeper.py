@@ -1,7 +1,5 @@
 """An agent's end of the connections with its guardian: memory by name, trainers, notices."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -13,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elaswave_plugin.agent.agent_life import LONGEST_CALL_BYTES
-from elaswave_plugin.agent.guardian import PAGE, RECORD
+from elaswave_plugin.agent.guardian import LONGEST_CALL_BYTES, PAGE, RECORD
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.reactor import Reactor
 

@@ -1,7 +1,5 @@
 """Says that a worker which was started again has not come back in the time that others took."""
 
-from __future__ import annotations
-
 from threading import Thread
 
 from elaswave_plugin.agent.common import Common

@@ -1,7 +1,5 @@
 """A file from the scheduler: once it exists, the workers of this node leave the job."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The count of processes that the kernel has ended for lack of memory (standard library only)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")

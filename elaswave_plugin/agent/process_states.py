@@ -1,7 +1,5 @@
 """The times for which a trainer did not run: stopped, in the kernel, or without a processor."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import NamedTuple

@@ -7,13 +7,11 @@ Memory for newcomers: a trainer has its agent remember what the job fixed at its
 alike on all workers, so every agent has it.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.peers.same_program import describe_program
-from elaswave_plugin.core.agreement.join_rule import Applicant
+from elaswave_plugin.core.agreement.quorum import Applicant
 from elaswave_plugin.core.layout.reserve import vacant
 from elaswave_plugin.ipc.environment import RESERVE
 from elaswave_plugin.ipc.wire import Frame

@@ -3,8 +3,6 @@
 Standard library only; all of it runs in the agent's control thread.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -17,25 +15,28 @@ import elaswave_plugin.ipc.frames as said
 from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.keeper import Notice
 from elaswave_plugin.agent.late_return import watch
-from elaswave_plugin.agent.refused_requests import why_it_stays, why_layers_stay
-from elaswave_plugin.agent.snapshot_copies import Copies
-from elaswave_plugin.agent.status_board import StatusBoard
-from elaswave_plugin.agent.trainer_session import TrainerSession, behind
-from elaswave_plugin.core.agreement.effects import Deliver, Ring
-from elaswave_plugin.core.agreement.hang import Sample
-from elaswave_plugin.core.agreement.life import Life, Process, Stage
+from elaswave_plugin.agent.snapshot_server import Copies
+from elaswave_plugin.agent.trainer_session import (
+    StatusBoard,
+    TrainerSession,
+    behind,
+    why_it_stays,
+    why_layers_stay,
+)
+from elaswave_plugin.core.agreement.life import Life, Process, Stage, delay_or_reason
 from elaswave_plugin.core.agreement.messages import (
     AllSealed,
     Begun,
+    Deliver,
     Detached,
     Facts,
     Raised,
     Replan,
+    Ring,
     Settled,
     Severed,
     Stop,
 )
-from elaswave_plugin.core.agreement.respawn import delay_or_reason
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_wire
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_FAILED
 from elaswave_plugin.ipc.console import say
@@ -227,20 +228,12 @@ class Seat:
         self.board.committed((*news.skipped, view), time.time())
         trainer.send(news)
 
-    def started(self) -> None:
-        """Every trainer of the job has sealed its first snapshot."""
-        self.trainer.send(AllSealed())
-
     def dismiss(self) -> None:
         """A view without the trainer is committed, as it was told to leave."""
         self.trainer.life.reach(Stage.LEAVING)
         self._common.on_change()
         self.trainer.send(Stop(reason=LEFT, exit_code=0))
         self._common.reactor.after(GRACE_S, self.trainer.kill)
-
-    def progress(self, awake_s: float) -> Sample | None:
-        """Return how far the trainer is, None where there is none that works."""
-        return self.trainer.progress(awake_s)
 
     def end(self, reason: str) -> None:
         """The job is over: the trainer is told, and ended where it does not end by itself."""
@@ -579,4 +572,4 @@ class Seat:
 
     def status(self, now_s: float) -> dict[str, Any]:
         """The facts that are known of the worker, for `elaswave status`."""
-        return self.board.report(self.trainer, self.progress(0.0), now_s=now_s)
+        return self.board.report(self.trainer, self.trainer.progress(0.0), now_s=now_s)

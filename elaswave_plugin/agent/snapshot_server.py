@@ -1,27 +1,33 @@
 """Serves sealed snapshots and takes copies, in threads that never delay the control loop."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
+from elaswave_plugin.agent.common import Common
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
-from elaswave_plugin.core.codec import UnreadableMessageError, from_json
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.handshake import HandshakeError, Kind, admit, is_same_user, prove
+from elaswave_plugin.core.codec import UnreadableMessageError, WireMessage, from_json
+from elaswave_plugin.core.layout.worker_facts import SealedShard
+from elaswave_plugin.ipc.frames import Copied, Copying
 from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.relay import connect_by
 from elaswave_plugin.ipc.requests import Answer
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import (
+    HandshakeError,
+    Kind,
+    Secret,
+    Strangers,
+    admit,
+    is_same_user,
+    prove,
+)
 from elaswave_plugin.ipc.silence import LIMIT_S, answers, have_probed
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, NOTES
-from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import (
     Check,
     Frame,
@@ -246,7 +252,9 @@ class SnapshotCopier:
             try:
                 if self._sock is None:
                     self._sock = self._connect()
-                self._hand_over(self._sock, record)
+                self._sock.settimeout(STALL_S)
+                if self._copy(self._sock, record):
+                    self._on_copied(record.step, record.epoch)
                 return
             except (OSError, *_MALFORMED) as error:
                 self._disconnect()
@@ -270,12 +278,6 @@ class SnapshotCopier:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
-
-    def _hand_over(self, sock: socket.socket, record: SealedShard) -> None:
-        sock.settimeout(STALL_S)
-        if not self._copy(sock, record):
-            return
-        self._on_copied(record.step, record.epoch)
 
     def _copy(self, sock: socket.socket, record: SealedShard) -> bool:
         """Send all bytes; False where they were overwritten meanwhile."""
@@ -339,3 +341,65 @@ def send_memory(
             raise ConnectionError(f"snapshot memory ends at byte {offset}, not at {end}")
         offset, moved_s = offset + sent, time.monotonic()
         on_sent()
+
+
+class Copies:
+    """Has other nodes hold what is sealed by the worker of one slot; runs in the control loop.
+
+    Slots of this node hold it as it is: the memory is the guardian's.
+    """
+
+    def __init__(self, common: Common, slot: int, *, tell: Callable[[WireMessage], None]) -> None:
+        """`tell(message)`, from any thread, is for the trainer."""
+        self._common = common
+        self._slot = slot
+        self._tell = tell
+        # By the slot that holds it, with the node that has the slot.
+        self._copiers: dict[int, tuple[int, SnapshotCopier]] = {}
+
+    def send(self, record: SealedShard, targets: Collection[int]) -> None:
+        """Have these slots hold it, and no others what comes after it."""
+        for former in self._copiers.keys() - set(targets):
+            self._close(former)
+        for target in targets:
+            node = self._common.agreement.nodes.of_slots[target]
+            if node == self._common.node:
+                self._copied(target, record.step, record.epoch)
+                continue
+            if target in self._copiers and self._copiers[target][0] != node:
+                self._close(target)
+            if target not in self._copiers:
+                self._copiers[target] = node, self._open(target, node)
+            self._copiers[target][1].send(record)
+
+    def close(self) -> None:
+        """Copy nothing more."""
+        for target in list(self._copiers):
+            self._close(target)
+
+    def _close(self, target: int) -> None:
+        self._copiers.pop(target)[1].close()
+
+    def _open(self, target: int, node: int) -> SnapshotCopier:
+        common = self._common
+        addresses, own = common.agreement.addresses, common.node
+        return SnapshotCopier(
+            common.store,
+            addresses[node],
+            target,
+            secret=common.spec.rendezvous.secret,
+            relays=[address for other, address in addresses.items() if other not in (own, node)],
+            on_copied=partial(self._copied, target),
+            on_broken=partial(self._broken, target),
+            on_moving=partial(self._moving, target),
+        )
+
+    def _copied(self, target: int, step: int, epoch: int) -> None:
+        self._tell(Copied(step=step, epoch=epoch, slot=target))
+
+    def _moving(self, target: int) -> None:
+        self._tell(Copying(slot=target))
+
+    def _broken(self, target: int, why: str) -> None:
+        # The end of the target itself comes over its control link; this is only for the record.
+        self._common.events.emit("copy_broken", slot=self._slot, to=target, why=why)

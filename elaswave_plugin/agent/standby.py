@@ -3,14 +3,12 @@
 They make up for losses: the reserve is for workers that join. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from functools import partial
 
 from elaswave_plugin.agent.common import Common
-from elaswave_plugin.core.agreement.join_rule import Applicant
+from elaswave_plugin.core.agreement.quorum import Applicant
 from elaswave_plugin.core.layout.reserve import NOBODY_CAME
 from elaswave_plugin.ipc.requests import request
 

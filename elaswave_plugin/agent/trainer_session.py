@@ -1,11 +1,13 @@
-"""One trainer of a slot as its agent sees it: process, control link, page."""
+"""One trainer of a slot as its agent sees it, and what `elaswave status` is told of it.
 
-from __future__ import annotations
+Its process, control link and page; and why a request about it is refused. Standard library only.
+"""
 
 import contextlib
 import os
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,13 +16,13 @@ from typing import Any
 from elaswave_plugin.agent.process_states import ProcessorWaits, ProcessStates
 from elaswave_plugin.core.agreement.hang import Sample
 from elaswave_plugin.core.agreement.life import Life, Process, Stage
-from elaswave_plugin.core.agreement.messages import Raised
-from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.core.agreement.messages import Raised, Ring
+from elaswave_plugin.core.agreement.view import MembershipView
+from elaswave_plugin.core.codec import WireMessage, to_json
+from elaswave_plugin.core.layout.layout import why_impossible, why_needed
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.dying import dying_by, resident_bytes
-from elaswave_plugin.ipc.process_tree import describe_status
-from elaswave_plugin.ipc.process_work import WorkWatch
+from elaswave_plugin.ipc.process_tree import WorkWatch, describe_status, dying_by, resident_bytes
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Channel, Encoder, Frame
@@ -61,7 +63,7 @@ class TrainerSession:
     life: Life
     page: ProgressPage
     reactor: Reactor
-    on_frame: Callable[[TrainerSession, Frame], None]
+    on_frame: "Callable[[TrainerSession, Frame], None]"
     on_gone: Callable[[str], None]
     encode: Encoder
     pid: int = 0
@@ -228,3 +230,89 @@ def behind(sealed: int) -> str:
 
 def _its_end_comes(evidence: str) -> None:
     """The trainer closed its end; what matters is how the process ends, and that comes."""
+
+
+RECENT_VIEWS = 20
+
+
+class StatusBoard:
+    """Notes what a worker is asked and told; used by the control thread only.
+
+    Moments are seconds since 1970, since people of several machines compare them.
+    """
+
+    def __init__(self) -> None:
+        self._proposal: dict[str, Any] | None = None
+        self._views: deque[dict[str, Any]] = deque(maxlen=RECENT_VIEWS)
+
+    def proposed(self, ring: Ring, now_s: float) -> None:
+        """A proposal is open, or has become urgent; before that it may wait for a step's end."""
+        self._proposal = {
+            "epoch": ring.ballot.epoch,
+            "reason": ring.reason,
+            "since_s": now_s,
+            "late": ring.is_urgent,
+        }
+
+    def answered(self) -> None:
+        """The open proposal was answered."""
+        if self._proposal is not None:
+            self._proposal["late"] = False
+
+    def committed(self, path: Sequence[MembershipView], now_s: float) -> None:
+        """The trainer is told these views, the last of which holds from now on."""
+        self._proposal = None
+        self._views += [describe_change(view, now_s) for view in path]
+
+    @property
+    def is_changing(self) -> bool:
+        """True if a proposal of another view is open here."""
+        return self._proposal is not None
+
+    def report(self, trainer: TrainerSession, progress: Sample | None, *, now_s: float) -> Frame:
+        """The answer of an agent about this worker, for `elaswave_plugin.cli.status`."""
+        life, proposal = trainer.life, self._proposal
+        return {
+            "slot": trainer.slot,
+            "trainer_pid": trainer.pid if life.lives else 0,
+            "incarnation": life.incarnation,
+            "phase": life.phase,
+            "progress": progress and to_json(progress),
+            "views": list(self._views),
+            "proposal": proposal and {**proposal, "open_s": now_s - proposal["since_s"]},
+            "layout": trainer.layout,
+            "slow": trainer.slow,
+            "late_in": None if life.has_come else trainer.late_in,
+            "exited": life.end and life.end[0],
+        }
+
+
+def describe_change(view: MembershipView, now_s: float) -> dict[str, Any]:
+    return {
+        "time_s": now_s,
+        "epoch": view.epoch,
+        "workers": len(view.ranks),
+        "reason": view.reason,
+    }
+
+
+def why_it_stays(trainer: TrainerSession, ranks: Sequence[int], slot: int) -> str | None:
+    """Say why the worker of ``slot`` may not leave a job of these ``ranks``; None where it may."""
+    if not trainer.life.is_member:
+        return "its trainer has no part in the training now"
+    if len(ranks) == 1:
+        return "it is the last one; end the job instead"
+    needed = None if trainer.layout is None else why_needed(trainer.layout, {*ranks} - {slot})
+    if needed is not None:
+        return f"without it {needed}; end the job instead, or wait until others have joined"
+    return None
+
+
+def why_layers_stay(trainer: TrainerSession, board: StatusBoard, cuts: Sequence[int]) -> str | None:
+    """Say why layers cannot move to these cuts between stages; None where they can."""
+    layout = trainer.layout
+    if layout is None or not trainer.life.is_member:
+        return "its trainer has no stages, or no part in the training now"
+    if board.is_changing:
+        return "the members are changing just now; ask again when they have"
+    return layout["why_layers_stay"] or why_impossible(layout, cuts)

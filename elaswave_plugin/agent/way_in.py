@@ -1,11 +1,9 @@
 """The way of a node into a running job: its agent finds the job, and is let in.
 
 It asks any of the job's agents for the others, asks the leader for slots
-(`core/agreement/join_rule.py`), and opens a link with it, by which it is told what it has to know.
+(`core/agreement/quorum.py`), and opens a link with it, by which it is told what it has to know.
 Standard library only; blocks, since nothing runs beside it yet.
 """
-
-from __future__ import annotations
 
 import os
 import socket
@@ -13,16 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.common import AgentSpec
 from elaswave_plugin.agent.peers.links import greet
 from elaswave_plugin.core.agreement.messages import Welcome
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.core.layout.reserve import built_among
 from elaswave_plugin.errors import EXIT_CONFIGURATION, EXIT_REQUEUE, AgreementError
-from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.requests import request
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import Kind, Secret, prove
 from elaswave_plugin.ipc.wire import Frame, connect, receive_frame
 
 _ANSWER_S = 5.0

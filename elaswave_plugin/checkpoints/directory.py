@@ -1,13 +1,17 @@
-"""The checkpoints in a directory, and which of them are whole."""
+"""The checkpoints in a directory: which are whole, and may be loaded."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch.distributed as dist
+
 from elaswave_plugin.checkpoints import deepspeed_tag, legacy, torch_dist
 from elaswave_plugin.checkpoints.draft import is_draft
+from elaswave_plugin.errors import CheckpointUnreadableError, ConfigurationError
+from elaswave_plugin.values.plain import told_by
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
@@ -111,3 +115,98 @@ def _of_deepspeed(folder: Path) -> Checkpoint | None:
         return None
     numbers = re.findall(r"\d+", folder.name)
     return Checkpoint(folder, int(numbers[-1]) if numbers else -1, deepspeed_tag.flaw_of)
+
+
+def list_checkpoints(directory: Path) -> Iterator[str]:
+    """Yield a line for each checkpoint of a folder, or of the folders in it, oldest first.
+
+    Raises ConfigurationError where there is none, CheckpointUnreadableError at the end where what
+    the tracker names cannot be loaded.
+    """
+    if not directory.is_dir():
+        raise ConfigurationError(f"{directory} is no folder; give the one that --save names")
+    found = read_directory(directory)
+    if found is not None:
+        yield from _lines(found)
+        return
+    # HF Accelerate makes a folder for each of its saves.
+    parts = [one for one in sorted(directory.iterdir()) if one.is_dir()]
+    inside = {part.name: below for part in parts if (below := read_directory(part)) is not None}
+    if not inside:
+        raise ConfigurationError(
+            f"{directory} has no checkpoint of Megatron-Core (iter_*) or DeepSpeed; give the folder"
+            " that --save names"
+        )
+    for name, below in inside.items():
+        yield from (f"{name}/{line}" for line in _lines(below))
+
+
+def _lines(found: CheckpointDirectory) -> Iterator[str]:
+    """Raises CheckpointUnreadableError at the end, as above."""
+    for one in found.checkpoints:
+        tracked = ", named by the tracker" if one.folder == found.named else ""
+        state = "whole" if one.flaw is None else f"cannot be read: {one.flaw}"
+        yield f"{one.folder.name}: {state}{tracked}"
+    for folder in found.unfinished:
+        yield f"{folder.name}: left by a save that did not come to its end; nothing names it"
+    flaw = _flaw(found)
+    if flaw is not None:
+        raise CheckpointUnreadableError(flaw)
+
+
+def _flaw(found: CheckpointDirectory) -> str | None:
+    return f"{found.tracker} is missing" if found.text is None else found.flaw_of_named()
+
+
+def check_loadable(
+    directory: str | Path | None, *, step: int | None = None, tag: str | None = None
+) -> None:
+    """Raise CheckpointUnreadableError for a checkpoint that the frameworks could not load.
+
+    ``step`` and ``tag`` stand in for what the tracker names. A directory without a checkpoint is
+    none of our business: both frameworks begin from scratch then, and say so.
+    """
+    if directory is None or not Path(directory).is_dir():
+        return
+    found = read_directory(Path(directory))
+    if found is None:
+        return
+    if step is not None or tag is not None:
+        flaw = found.flaw_at(found.tracker.parent / (tag or f"iter_{step:07d}"))
+    elif found.text is None:
+        flaw = _flaw_of_none(found)
+    else:
+        flaw = found.flaw_of_named()
+    if flaw is not None:
+        raise CheckpointUnreadableError(f"{flaw}; {_way_out(found)}")
+
+
+def check_everywhere(check: Callable[[], None]) -> None:
+    """Have rank 0 check and tell all (collective where torch.distributed is initialized)."""
+    if not dist.is_initialized():
+        return check()
+    said: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            check()
+        except CheckpointUnreadableError as error:
+            said = str(error)
+    said = told_by(0, said)
+    if said is not None:
+        raise CheckpointUnreadableError(said)
+
+
+def _flaw_of_none(found: CheckpointDirectory) -> str | None:
+    """A job that begins from scratch beside a checkpoint would throw it away, silently."""
+    return None if found.newest_whole is None else f"{found.tracker} is missing"
+
+
+def _way_out(found: CheckpointDirectory) -> str:
+    whole = found.newest_whole
+    if whole is None:
+        return f"no checkpoint in {found.tracker.parent} is whole"
+    name = str(whole.number) if whole.folder.name.startswith("iter_") else whole.folder.name
+    return (
+        f"the newest whole checkpoint is {whole.folder}: to load it, write {name} into "
+        f"{found.tracker}"
+    )

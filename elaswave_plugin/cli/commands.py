@@ -284,8 +284,7 @@ def drain(
     timeout_s: AnswerTime = 5.0,
 ) -> int:
     """Have workers of a running job leave between two steps: nothing is lost or done twice."""
-    from elaswave_plugin.cli.requests import drain_node, drain_worker, slot_and_folder
-    from elaswave_plugin.cli.status import find_job
+    from elaswave_plugin.cli.status import drain_node, drain_worker, find_job, slot_and_folder
 
     slot, directory = slot_and_folder(who_and_where or (), node=node)
     known = find_job(directory, connect)
@@ -305,8 +304,7 @@ def migrate(
     timeout_s: AnswerTime = 5.0,
 ) -> int:
     """Move layers of a running job to a neighbouring stage, between two steps."""
-    from elaswave_plugin.cli.requests import migrate_layers
-    from elaswave_plugin.cli.status import find_job
+    from elaswave_plugin.cli.status import find_job, migrate_layers
 
     known = find_job(directory, connect)
     typer.echo(migrate_layers(known, layers=layers, stage=to, reason=reason, timeout_s=timeout_s))
@@ -447,7 +445,7 @@ def checkpoint(
 
     Indices and sizes are checked; no data is read.
     """
-    from elaswave_plugin.checkpoints.listing import list_checkpoints
+    from elaswave_plugin.checkpoints.directory import list_checkpoints
 
     for line in list_checkpoints(directory):
         typer.echo(line)

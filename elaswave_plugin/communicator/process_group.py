@@ -1,16 +1,13 @@
 """All process groups of one worker: made through torch, edited together when the view changes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elaswave_plugin.communicator.device import nccl
-from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
+from elaswave_plugin.communicator.device.calls import DeviceProcessGroup, OrderedProcessGroup
 from elaswave_plugin.communicator.device.communicator import Maker
 from elaswave_plugin.communicator.device.engine import Answers, DeviceEngine
-from elaswave_plugin.communicator.device.ordered_calls import OrderedProcessGroup
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable

@@ -18,8 +18,6 @@ StopBefore(step=3, nodes=(0, 1))
 '{"t": "stop_before", "step": 3}'
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass

@@ -6,8 +6,6 @@
 (0, 1, 2, 3, 8, 10, 12, 7, 7, 7)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

@@ -11,8 +11,6 @@ table of them is short, and shorter still once it is compressed.
 True
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any

@@ -3,8 +3,6 @@
 Its owner alone may read it, and it is gone when the job is (standard library only).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

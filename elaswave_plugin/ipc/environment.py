@@ -1,7 +1,5 @@
 """The environment of agents and trainers, and the program of a job (standard library)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,28 +1,27 @@
 """The messages between trainer and agent, and those of the links between agents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import Sample, Waiting
 from elaswave_plugin.core.agreement.messages import (
     AllSealed,
     Begun,
+    Deliver,
     Detached,
     Facts,
     Message,
     Notice,
     Raised,
     Replan,
+    Ring,
     Settled,
     Severed,
     Stop,
 )
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import WireMessage
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.ipc.job_constants import JobConstants
 
 TRAINER, SAY = "trainer", "say"

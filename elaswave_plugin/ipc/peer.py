@@ -1,7 +1,5 @@
 """The facts that the agents of a job know of each other (standard library only)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

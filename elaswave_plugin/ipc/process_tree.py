@@ -1,18 +1,82 @@
-"""Ties the life of a process to that of its parent, and ends what a dead one had started."""
-
-from __future__ import annotations
+"""The processes of a node: tied to their parents, seen in /proc, ended with what they have left."""
 
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.reactor import Reactor
+
+# What threading says, which has no class of its own for it.
+_NO_THREAD = "can't start new thread"
+
+
+@contextmanager
+def explained_process_limit() -> Iterator[None]:
+    """Raise ConfigurationError in the place of what a limit of processes makes the block raise."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise ConfigurationError(_sentence(error.strerror or "fork")) from error
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        raise ConfigurationError(_sentence(_NO_THREAD)) from error
+
+
+def _sentence(why: str) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = "without limit" if soft == resource.RLIM_INFINITY else str(soft)
+    return (
+        f"this user may start no more processes or threads ({why}; `ulimit -u` is {limit}): raise "
+        "it, or the pids limit of the container; a worker takes two processes and tens of threads"
+    )
+
+
+_PF_EXITING = 0x4
+# Places behind the name in /proc/PID/stat: the flags, the resident pages, the exit status.
+_FLAGS, _PAGES, _STATUS = 6, 21, 49
+
+
+def resident_bytes(pid: int) -> int:
+    """Bytes of memory that a process has; 0 where it is gone, or ends."""
+    try:
+        return int(_fields(Path(f"/proc/{pid}"))[_PAGES]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def dying_by(pid: int) -> int:
+    """Return the signal that ends a process all of whose threads have begun to end; 0 if none.
+
+    Before the kernel has freed its memory: that goes first when a process ends, then its
+    descriptors, and only then is its parent told, 0.1 to 0.2 s for each GB of it. Each of its
+    threads is marked as it begins to end; from then on it runs nothing of its program, and no
+    system call of it is under way. Source: Linux, kernel/exit.c, do_exit(); include/linux/sched.h,
+    PF_EXITING; proc(5).
+    """
+    try:
+        threads = [_fields(one) for one in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it is gone, and its parent is told otherwise
+        return 0
+    if not threads or not all(int(one[_FLAGS]) & _PF_EXITING for one in threads):
+        return 0
+    return os.WTERMSIG(int(threads[0][_STATUS]))
+
+
+def _fields(folder: Path) -> list[bytes]:
+    """Raises OSError where the process or thread is gone."""
+    return (folder / "stat").read_bytes().rpartition(b")")[2].split()
+
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -169,3 +233,78 @@ class Orphans:
         """SIGKILL to all that are left, at once."""
         while self._leaders:
             signal_group(self._leaders.pop(), signal.SIGKILL)
+
+
+COMPILERS = (
+    *("as", "c++", "cc1", "cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld"),
+    *("ninja", "nvcc", "ptxas"),
+)
+"""The programs that build kernels: those of torch's extensions and of its inductor."""
+# A look goes through all processes of the machine.
+_EVERY_S = 0.5
+# What the other threads of a trainer do, such as to log, is no progress of a save.
+_BUSY = 0.05
+_LEAST_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Processor seconds and written bytes of some processes, since each of them began."""
+
+    processor_s: float = 0.0
+    written: int = 0
+
+
+class WorkWatch:
+    """The moment at which a process group was last seen at work, on the monotonic clock.
+
+    A compiler's work counts in every phase; where ``any_work``, as in a save, that of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._looked_s = 0.0
+        self._kind = False
+        self._before = Work()
+        self._last_s = 0.0
+
+    def last_s(self, leader_pid: int, since_s: float, *, any_work: bool) -> float:
+        """Return when the group of this leader last worked, if after `since_s`, else `since_s`.
+
+        `since_s`: when the leader last told of progress. The first look only learns.
+        """
+        now_s = time.monotonic()
+        if now_s - since_s >= _EVERY_S and now_s - self._looked_s >= _EVERY_S:
+            self._look(leader_pid, now_s, any_work=any_work)
+        return max(self._last_s, since_s)
+
+    def _look(self, leader_pid: int, now_s: float, *, any_work: bool) -> None:
+        work = _work_of(group_members(leader_pid) if any_work else _compilers(leader_pid))
+        elapsed_s, before = now_s - self._looked_s, self._before
+        is_next = any_work == self._kind and elapsed_s < 10 * _EVERY_S
+        busy = work.processor_s - before.processor_s >= _BUSY * elapsed_s
+        if is_next and (busy or work.written - before.written >= _LEAST_BYTES):
+            self._last_s = now_s
+        self._looked_s, self._kind, self._before = now_s, any_work, work
+
+
+def _compilers(leader_pid: int) -> Iterator[int]:
+    return (one for one in group_members(leader_pid) if _name(one) in COMPILERS)
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    return ""
+
+
+def _work_of(pids: Iterator[int]) -> Work:
+    """Add up what processes have done, with their children that have ended. Source: proc(5)."""
+    processor_s, written = 0.0, 0
+    for pid in pids:
+        # It may end meanwhile, or be somebody else's.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            ticks = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[11:15]
+            processor_s += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+            told = Path(f"/proc/{pid}/io").read_bytes().split()
+            written += int(told[told.index(b"wchar:") + 1])
+    return Work(processor_s, written)

@@ -1,7 +1,5 @@
 """One thread's event loop: readable and writable files, timers, and calls from other threads."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import select
@@ -20,7 +18,7 @@ class Reactor:
     """Waits for files and timers and calls back; `after_round` runs once after each batch."""
 
     def __init__(self) -> None:
-        self.after_round: Action = _nothing
+        self.after_round: Action = lambda: None
         self._poller = select.epoll()
         self._calls: dict[int, tuple[Action, Action | None]] = {}
         self._timers: list[tuple[float, int, Action]] = []
@@ -97,10 +95,6 @@ class Reactor:
         os.eventfd_read(self._wake_fd)
         for _ in range(len(self._posted)):
             self._posted.popleft()()
-
-
-def _nothing() -> None:
-    pass
 
 
 def is_readable(source: int | socket.socket, within_s: float) -> bool:

@@ -5,15 +5,12 @@ passes through a third one then, which carries bytes and reads none of them: the
 job's secret to each other as over any connection. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from elaswave_plugin.ipc.handshake import Kind, prove
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import Kind, Secret, prove
 from elaswave_plugin.ipc.wire import (
     Check,
     Frame,

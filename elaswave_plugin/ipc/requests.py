@@ -5,17 +5,14 @@ And the asking.
 Standard library only.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import Kind, Secret, prove
 from elaswave_plugin.ipc.wire import Frame, receive_frame, send_frame
 
 Answer = Callable[[Frame], Frame]

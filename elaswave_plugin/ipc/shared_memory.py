@@ -6,8 +6,6 @@ those that prove the key, which members tell each other. On another node there i
 Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -15,10 +13,9 @@ import secrets
 import socket
 import stat
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from elaswave_plugin.ipc.handshake import WITHIN_S, Kind, admit, is_same_user, prove
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import WITHIN_S, Kind, Secret, admit, is_same_user, prove
 
 
 class Place(NamedTuple):
@@ -45,14 +42,14 @@ class SharedMemory:
         ).start()
 
     @classmethod
-    def make(cls, what: str, num_bytes: int) -> SharedMemory:
+    def make(cls, what: str, num_bytes: int) -> Self:
         """Make one of ``num_bytes``, which are taken as they are written."""
         fd = os.memfd_create(f"elaswave-{what}", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_bytes)
         return cls(fd)
 
     @classmethod
-    def find(cls, place: Place) -> SharedMemory | None:
+    def find(cls, place: Place) -> Self | None:
         """Ask another process for its memory; None where it cannot be reached from here."""
         fds: list[int] = []
         try:

@@ -5,8 +5,6 @@ The kernel of a peer answers also where its process stands still, so that its si
 network's, or the machine's.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from typing import NamedTuple

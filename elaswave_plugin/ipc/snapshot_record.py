@@ -5,15 +5,13 @@ a whole record is not sealed: the record is cleared before the first byte of the
 written after the last one, so a trainer may die at any moment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
 import zlib
 
 from elaswave_plugin.core.codec import from_json, to_json
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.errors import ConfigurationError
 
 BODY_OFFSET = 1 << 16

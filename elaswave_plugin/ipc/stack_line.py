@@ -4,8 +4,6 @@ py-spy reads it where that is installed. Else the trainer's own fault handler wr
 behind its progress page. It does so from a signal, also where the interpreter is stuck in C.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

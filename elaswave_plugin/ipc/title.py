@@ -1,7 +1,5 @@
 """Shows in the process list which worker a process belongs to (standard library only)."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

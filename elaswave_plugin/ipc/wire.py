@@ -1,7 +1,5 @@
 """Framing for every control connection: a JSON object behind its length, blocking and not."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

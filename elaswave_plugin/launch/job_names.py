@@ -1,7 +1,5 @@
 """A node's view of a job by the names of its nodes: `elaswave run --rdzv-endpoint`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -12,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.agent.peers.name_server import NameServer
-from elaswave_plugin.agent.peers.names import Names
+from elaswave_plugin.agent.peers.names import Names, NameServer
 from elaswave_plugin.agent.peers.rendezvous import listen_at
 from elaswave_plugin.core.agreement.founding import Decision, End, Join, LastCall, Wait
 from elaswave_plugin.core.agreement.named import Call, Known, NamedFounder, Own, digest
@@ -27,8 +24,8 @@ from elaswave_plugin.ipc.secret import (
     secret_in,
     write_secret,
 )
-from elaswave_plugin.launch.job_program import check_alike
-from elaswave_plugin.launch.preflight import open_run_dir
+from elaswave_plugin.launch.join import check_alike
+from elaswave_plugin.launch.options import open_run_dir
 
 # Those that still wait look once a second.
 _LINGER_S = 5.0

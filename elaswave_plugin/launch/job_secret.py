@@ -1,16 +1,15 @@
 """The secret of a job that starts: from a file, made here, or asked of node 0."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from elaswave_plugin.agent.peers.rendezvous import open_to_first
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.handshake import Dialling, Kind
 from elaswave_plugin.ipc.secret import (
     SECRET_FILE,
+    Dialling,
+    Kind,
     Secret,
     named_secret,
     read_secret,
@@ -56,19 +55,22 @@ def agreed_secret(
     env: Mapping[str, str],
     run_dir: Path | None,
     *,
+    node: int,
     host: str,
     ports: tuple[int, ...],
     job: str,
     timeout_s: float,
 ) -> Secret:
-    """Return the secret of a job that node 0, at `host`, starts.
+    """Return the secret of a job that node 0, at `host`, starts; it may be this `node`.
 
-    It is that of ELASWAVE_SECRET_FILE; else what node 0 has left in the run directory, or to this
-    user on this machine; else what node 0 hands out. Where node 0 does not answer in time,
-    it is one that no job has: the meeting says so better. Raises ConfigurationError.
+    For the others it is that of ELASWAVE_SECRET_FILE; else what node 0 has left in the run
+    directory, or to this user on this machine; else what node 0 hands out. Where node 0 does not
+    answer in time, it is one that no job has: the meeting says so better. Raises
+    ConfigurationError.
     """
-    secret = named_secret(env)
-    deadline_s = time.monotonic() + timeout_s
+    if node == 0:
+        return first_secret(env, run_dir)
+    secret, deadline_s = named_secret(env), time.monotonic() + timeout_s
     while secret is None:
         for port in ports:
             try:

@@ -1,12 +1,11 @@
 """`elaswave run --join`: which free slots of a running job a node takes, or why it takes none."""
 
-from __future__ import annotations
-
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elaswave_plugin.agent.peers.job_place import JobPlace
 from elaswave_plugin.agent.peers.same_program import describe_program, difference
@@ -15,11 +14,35 @@ from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import RESERVE, Program
-from elaswave_plugin.ipc.handshake import secret_at
-from elaswave_plugin.ipc.secret import Secret, named_secrets
+from elaswave_plugin.ipc.secret import Secret, named_secrets, secret_at
 from elaswave_plugin.ipc.wire import Frame
 from elaswave_plugin.launch.options import LaunchSpec
 from elaswave_plugin.launch.shared_options import SharedJob
+
+_OPTIONS = (("nproc", "--nproc-per-node"), ("reserve", "--reserve"))
+
+
+def program_of(spec: LaunchSpec) -> dict[str, Any]:
+    """Describe what a job cannot begin with where it differs from node to node."""
+    program = Program(script=spec.script, args=spec.args, module=spec.module)
+    alike = {"nproc": spec.nproc_per_node, "reserve": spec.reserve}
+    return {**describe_program(program), **alike}
+
+
+def check_alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, joins: bool = False) -> None:
+    """Raise ConfigurationError for the first difference.
+
+    A node that joins takes the job's own options from the job.
+    """
+    for name, option in () if joins else _OPTIONS:
+        if theirs.get(name) != ours[name]:
+            raise ConfigurationError(
+                f"{option} is {ours[name]}, and {theirs.get(name)} in the job of this name"
+            )
+    differs = difference(ours, theirs)
+    if differs is not None:
+        raise ConfigurationError(differs)
+
 
 _ANSWER_S = 5.0
 # So long a worker that was told to leave may take: it leaves between two steps.
@@ -62,7 +85,9 @@ def find_vacancy(spec: LaunchSpec) -> Vacancy:
     try:
         secret = secret_at(contact, secrets, _ANSWER_S)
         roster = ask_roster([contact], secret)
-        _check_program(spec, roster)  # before a wait that would be for nothing
+        check_alike(
+            program_of(spec), roster.record["program"], joins=True
+        )  # before a wait that would be for nothing
         roster = _with_room(roster, secret, spec.nproc_per_node)
     except OSError as error:
         raise NoAnswerError(spec.join, error.strerror or str(error)) from error
@@ -124,10 +149,3 @@ def _awaits_room(roster: Roster, wanted: int) -> bool:
     """Return whether workers that leave would make the room that is missing."""
     missing = wanted - len(roster.free)
     return 0 < missing <= len(roster.leaving) and not roster.record["ending"]
-
-
-def _check_program(spec: LaunchSpec, roster: Roster) -> None:
-    program = Program(script=spec.script, args=spec.args, module=spec.module)
-    differs = difference(describe_program(program), roster.record["program"])
-    if differs is not None:
-        raise ConfigurationError(differs)

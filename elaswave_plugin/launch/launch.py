@@ -1,12 +1,10 @@
 """`elaswave run`: one node of a job, by its rank, by the job's address, or by the job's name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.process_limit import explained_process_limit
+from elaswave_plugin.ipc.process_tree import explained_process_limit
 from elaswave_plugin.launch.node_job import run_job
 from elaswave_plugin.launch.options import LaunchSpec, parse_run_args
 from elaswave_plugin.launch.shared_job import run_shared_job

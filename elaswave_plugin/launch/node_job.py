@@ -1,38 +1,120 @@
 """One node's part of a job of `elaswave run`: its guardian, which starts the rest, to the end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.agent_process import AgentProcess
+from elaswave_plugin.agent.common import AgentSpec
+from elaswave_plugin.agent.guarded_trainers import ForkServer, Starter
+from elaswave_plugin.agent.guardian import EXIT_CRASHED, Guardian
 from elaswave_plugin.agent.notice_file import NOTICE_FILE
 from elaswave_plugin.agent.peers.rendezvous import (
     RendezvousSpec,
     listen_at,
     own_host,
+    tell_of_end,
 )
-from elaswave_plugin.agent.starters import ForkServer
-from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.agent.snapshot_server import listen_for_data
+from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT, ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program
-from elaswave_plugin.ipc.process_tree import adopt_orphans
+from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END, adopt_orphans
+from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
-from elaswave_plugin.launch.guarded_node import GuardedNode
-from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
+from elaswave_plugin.launch.job_secret import agreed_secret, check_required
 from elaswave_plugin.launch.join import Vacancy, find_vacancy
-from elaswave_plugin.launch.options import LaunchSpec
-from elaswave_plugin.launch.own_zygote import OwnZygote
-from elaswave_plugin.launch.preflight import allow_descriptors, open_run_dir, refuse_second_job
+from elaswave_plugin.launch.options import (
+    LaunchSpec,
+    allow_descriptors,
+    open_run_dir,
+    refuse_second_job,
+)
+from elaswave_plugin.launch.own_zygote import OwnZygote, check_zygote
 from elaswave_plugin.launch.standard_streams import relayed_output
-from elaswave_plugin.launch.zygote_settings import check_zygote
 from elaswave_plugin.tracking.events import EventLog
 from elaswave_plugin.words import variable
+
+
+class GuardedNode:
+    """Guards a node; `on_signal(number)` runs in the reactor, once there is a `guardian`.
+
+    `env`: the agent's own; `listener`: where others come to, on the first node of a launch, which
+    is closed here.
+    """
+
+    guardian: Guardian
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        env: Mapping[str, str],
+        listener: socket.socket | None,
+        *,
+        on_signal: Callable[[int], None],
+    ) -> None:
+        self._spec = spec
+        self._listener = listener
+        self._data = listen_for_data(spec.host)
+        self._process = AgentProcess(spec=spec, env=env, data=self._data, listener=listener)
+        self._on_signal = on_signal
+        self._code = EXIT_FAILED
+        self.has_met = False
+        self.reactor = Reactor()
+        # Those that were acted on.
+        self.signals: list[int] = []
+
+    def run(self, starters: Sequence[Starter | None]) -> int:
+        """Serve until there is to be no agent any more; returns the exit code of the job here.
+
+        `starters`: the ways to start trainers, by place; None: by exec.
+        """
+        self.guardian = Guardian(self.reactor, self._process.begin, starters, on_end=self._on_end)
+        old = {number: signal.signal(number, self._post_signal) for number in SIGNALS_TO_END}
+        try:
+            self.guardian.start()
+            if self._listener is not None:
+                self._listener.close()
+            self.reactor.run()
+        finally:
+            self.guardian.close()
+            for number, action in old.items():
+                signal.signal(number, action)
+            for sock in self._data:
+                sock.close()
+            self.reactor.close()
+        return self._exit_code()
+
+    def _post_signal(self, number: int, frame: object) -> None:
+        self.reactor.post(partial(self._on_signal, number))
+
+    def _on_end(self, code: int) -> None:
+        self._code, self.has_met = code, self.guardian.has_met
+        self.reactor.stop()
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if the job has gone on without this node."""
+        return self._code == EXIT_LEFT_OUT
+
+    def _exit_code(self) -> int:
+        """That of the job, as the agent that lived to its end tells it."""
+        code, node = self._code, self._spec.rendezvous.node
+        has_crashed = code < 0 or code == EXIT_CRASHED
+        if code and not self.has_met and not self._spec.joins and not self.signals:
+            # The others need not wait; one that has not crashed has said why.
+            if has_crashed:
+                say(f"the agent of node {node} ended before the job began")
+            tell_of_end(self._spec.rendezvous, f"status {code}" if code > 0 else f"signal {-code}")
+        if has_crashed and not self.signals:
+            say(f"no agent of node {node} lived to the end of the job")
+        return EXIT_FAILED if has_crashed or code == EXIT_LEFT_OUT else code
+
 
 # Beyond the time in which workers that were told to go may leave between two steps.
 _LAST_RESORT_S = 10.0
@@ -79,17 +161,15 @@ def run_part(spec: LaunchSpec, listener: socket.socket | None = None) -> NodeEnd
         timeout_s=spec.start_timeout_s,
         several=spec.nnodes > 1,
     )
-    if spec.node_rank == 0:
-        secret = first_secret(os.environ, spec.run_dir)
-    else:
-        secret = agreed_secret(
-            os.environ,
-            spec.run_dir,
-            host=spec.master_addr,
-            ports=(port,),
-            job=_job_name(spec, port),
-            timeout_s=spec.start_timeout_s,
-        )
+    secret = agreed_secret(
+        os.environ,
+        spec.run_dir,
+        node=spec.node_rank,
+        host=spec.master_addr,
+        ports=(port,),
+        job=_job_name(spec, port),
+        timeout_s=spec.start_timeout_s,
+    )
     zygotes = _connect_zygotes(spec)
     if spec.nnodes == 2 and spec.node_rank == 0:
         here = socket.gethostname()

@@ -1,18 +1,21 @@
 """The command line of `elaswave run`: torchrun's option names, checked before anything starts."""
 
-from __future__ import annotations
-
 import argparse
+import contextlib
 import json
 import os
+import resource
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.ipc.address_file import Address, read_addresses
 from elaswave_plugin.ipc.environment import (
     AGENT,
     HOST,
@@ -25,18 +28,19 @@ from elaswave_plugin.ipc.environment import (
     read_reserve,
 )
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
-from elaswave_plugin.ipc.secret import SECRET_FILE
-from elaswave_plugin.launch.durations import seconds
+from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, named_secrets, secret_at
 from elaswave_plugin.launch.job_secret import REQUIRE
-from elaswave_plugin.launch.preflight import check_run_dir
 from elaswave_plugin.launch.shared_options import (
     SharedJob,
     add_shared_options,
     node_range,
+    seconds,
     shared_job,
 )
 from elaswave_plugin.rehearsed import REHEARSAL, rehearsed_settings
 from elaswave_plugin.toml_file import toml_section
+from elaswave_plugin.tracking.events import EVENTS_FILE, LEDGER_FILE, STEPS_FILE
 from elaswave_plugin.words import (
     FLAG,
     check_options,
@@ -47,6 +51,103 @@ from elaswave_plugin.words import (
     setting_names,
     variable,
 )
+
+# As many as the smallest file takes on a disk.
+_TRIAL_BYTES = 4096
+ANSWER_S = 2.0
+MOST_AT_ONCE = 64
+
+
+OWN_DESCRIPTORS = 256
+"""The most that a worker has open beside one connection with each of the others."""
+
+
+class SecondJobError(ConfigurationError):
+    """Another job uses the run directory."""
+
+
+def check_run_dir(folder: Path | None) -> None:
+    """Raise ConfigurationError where no run directory can be made there; None is none."""
+    if folder is None:
+        return
+    found = next(str(path) for path in (folder, *folder.parents) if os.path.exists(path))
+    # A folder in which nobody may search looks like an empty one.
+    if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
+        what = "cannot be written" if os.path.isdir(found) else "is a file"
+        raise ConfigurationError(
+            f"the run directory is {str(folder)!r}, and {found!r} {what}; name a folder of yours"
+            " (--elaswave-dir)"
+        )
+
+
+def open_run_dir(folder: Path | None) -> None:
+    """Make a run directory and try all that a job does there; raises ConfigurationError.
+
+    A new one is its user's alone; one that is there keeps the mode that it was given.
+    """
+    if folder is None:
+        return
+    trial = folder / f"trial-{os.getpid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in (EVENTS_FILE, STEPS_FILE, LEDGER_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))
+        read_addresses(folder)
+        try:
+            trial.write_bytes(bytes(_TRIAL_BYTES))
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory is {str(folder)!r}, and {str(error.filename or folder)!r} cannot be"
+            f" written ({error.strerror}); name a folder of yours (--elaswave-dir)"
+        ) from None
+
+
+def refuse_second_job(folder: Path | None) -> None:
+    """Raise ConfigurationError where an agent of another job answers; None is none.
+
+    For the first node of a job, before the others can have written their addresses.
+    """
+    known = [] if folder is None else read_addresses(folder)
+    with ThreadPoolExecutor(max(1, min(MOST_AT_ONCE, len(known)))) as pool:
+        ask = partial(_answers, secrets=named_secrets(os.environ, folder))
+        for one, answers in zip(known, pool.map(ask, known), strict=True):
+            if answers:
+                raise SecondJobError(
+                    f"a job is running in {str(folder)!r}: its agent of node {one.node} (pid"
+                    f" {one.pid}) answers at {one}; give each job a run directory of its own"
+                    " (--elaswave-dir)"
+                )
+
+
+def _answers(one: Address, *, secrets: list[Secret]) -> bool:
+    try:
+        secret = secret_at(one.address, secrets, ANSWER_S)
+        answer = request(one.address, {"t": "status"}, ANSWER_S, secret)
+    except OSError:
+        return False
+    # The port may belong to somebody else by now.
+    return answer.get("pid") == one.pid
+
+
+def allow_descriptors(workers: int) -> None:
+    """Raise the limit of this process and its children by what a job of this many workers needs.
+
+    Raises ConfigurationError where the hard limit is too low for it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = workers + OWN_DESCRIPTORS
+    most = soft + needed if hard == resource.RLIM_INFINITY else hard
+    if most < needed:
+        raise ConfigurationError(
+            f"the limit of open files is {most} (`ulimit -Hn`), wanted at least {needed}: each of "
+            f"{workers} workers has a connection with each other one; raise it on every node"
+        )
+    # Not to the hard limit, which may be a billion: some programs go through all numbers below it.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft + needed), hard))
+
 
 # Fixed at the launch of a job.
 _OF_THE_JOB = (
@@ -129,34 +230,39 @@ class LaunchSpec:
     require_secret: bool = False
 
     def __post_init__(self) -> None:
-        _require(
-            self.nproc_per_node >= 1, f"--nproc-per-node is {self.nproc_per_node}, wanted >= 1"
+        refused = (
+            (self.nproc_per_node < 1, f"--nproc-per-node is {self.nproc_per_node}, wanted >= 1"),
+            (self.standby < 0, f"--standby is {self.standby}, wanted >= 0"),
+            (self.reserve < 0, f"--reserve is {self.reserve}, wanted >= 0"),
+            (
+                self.join and self.standby,
+                "--join takes part at once and --standby waits: give one of them",
+            ),
+            (self.nnodes < 1, f"--nnodes is {self.nnodes}, wanted >= 1"),
+            (
+                not 0 <= self.node_rank < self.nnodes,
+                f"--node-rank is {self.node_rank}, wanted 0..{self.nnodes - 1} for {self.nnodes}"
+                " nodes",
+            ),
+            (
+                not 0 <= self.master_port <= 65535,
+                f"--master-port is {self.master_port}, wanted 0..65535",
+            ),
+            (
+                self.nnodes > 1 and self.master_port < 1 and self.shared is None,
+                f"--master-port is not set, wanted the same free port on all {self.nnodes} nodes",
+            ),
+            (
+                not self.module and not Path(self.script).is_file(),
+                f"script {self.script!r} is no file; give the path of a script, or -m and a module",
+            ),
         )
-        _require(self.standby >= 0, f"--standby is {self.standby}, wanted >= 0")
-        _require(self.reserve >= 0, f"--reserve is {self.reserve}, wanted >= 0")
-        _require(
-            not (self.join and self.standby),
-            "--join takes part at once and --standby waits: give one of them",
-        )
+        for is_refused, sentence in refused:
+            if is_refused:
+                raise ConfigurationError(sentence)
         if self.notice_file is not None:
             check_notice_file(self.notice_file)
         check_run_dir(self.run_dir)
-        _require(self.nnodes >= 1, f"--nnodes is {self.nnodes}, wanted >= 1")
-        _require(
-            0 <= self.node_rank < self.nnodes,
-            f"--node-rank is {self.node_rank}, wanted 0..{self.nnodes - 1} for {self.nnodes} nodes",
-        )
-        _require(
-            0 <= self.master_port <= 65535, f"--master-port is {self.master_port}, wanted 0..65535"
-        )
-        _require(
-            self.nnodes == 1 or self.master_port > 0 or self.shared is not None,
-            f"--master-port is not set, wanted the same free port on all {self.nnodes} nodes",
-        )
-        _require(
-            self.module or Path(self.script).is_file(),
-            f"script {self.script!r} is no file; give the path of a script, or -m and a module",
-        )
 
 
 class LaunchParser(argparse.ArgumentParser):
@@ -384,11 +490,6 @@ def peek(args: Sequence[str], option: str) -> str | None:
         if name.replace("_", "-") == option:
             found = value if equals else next(iter(args[position + 1 :]), None)
     return found
-
-
-def _require(fine: bool, complaint: str) -> None:
-    if not fine:
-        raise ConfigurationError(complaint)
 
 
 def add_timeouts(parser: argparse.ArgumentParser) -> None:

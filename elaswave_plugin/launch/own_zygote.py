@@ -1,17 +1,54 @@
 """The zygote that `elaswave run` starts for its own node, and starts again where it is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
+import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from elaswave_plugin.agent.guarded_trainers import ForkServer
 from elaswave_plugin.agent.oom_kills import oom_kills
-from elaswave_plugin.agent.starters import ForkServer
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.reactor import Reactor
+
+_READ_AT_LOAD = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_")
+_READ_AT_START = ("PYTHONHASHSEED",)
+_CREDENTIALS = struct.Struct("3i")
+
+
+def check_zygote(sock: socket.socket, path: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for settings that the zygote at ``path`` has loaded otherwise.
+
+    Some variables are read when a library is loaded: a worker that a zygote forks would compute
+    with its threads, and not have the bits of one that was started by exec.
+
+    ``sock``: a connection to it; ``env``: what a worker is to have. One of another user, whose
+    environment may not be read, is taken as it is.
+    """
+    size = _CREDENTIALS.size
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, _, _ = _CREDENTIALS.unpack(data)
+    try:
+        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return
+    pairs = (line.decode(errors="replace").partition("=") for line in lines if line)
+    theirs = {name: value for name, _, value in pairs}
+    for name in sorted({*theirs, *env}):
+        is_read = name.startswith(_READ_AT_LOAD) or name in _READ_AT_START
+        if is_read and theirs.get(name) != env.get(name):
+            raise ConfigurationError(
+                f"--zygote is {path}, which was started with {_said(name, theirs)}, and workers are"
+                f" to have {_said(name, env)}, which it has read already: start it with the same"
+            )
+
+
+def _said(name: str, values: Mapping[str, str]) -> str:
+    return f"{name}={values[name]}" if name in values else f"no {name}"
+
 
 _ENDS_WITHIN_S = 10.0
 # Where they are killed one after the other, it is no accident.

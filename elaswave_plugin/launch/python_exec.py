@@ -4,8 +4,6 @@ torchrun starts its workers with the interpreter that PYTHON_EXEC names. Called 
 script or module, this is `elaswave_plugin.run`; called for anything else, it is python.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

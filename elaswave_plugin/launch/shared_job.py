@@ -1,22 +1,31 @@
 """`elaswave run --rdzv-dir` and `--rdzv-endpoint`: the same line on every node starts or joins.
 
-What the nodes know of each other is in a folder (`job_folder.py`), or asked of the names of all
+What the nodes know of each other is in a folder (`JobFolder`), or asked of the names of all
 (`job_names.py`); what is decided there is carried out here, by the same code as `--node-rank` and
 `--join`.
 """
 
-from __future__ import annotations
-
+import contextlib
 import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+from elaswave_plugin.agent.peers.job_place import held
 from elaswave_plugin.agent.peers.rendezvous import MeetingWait, listen_at, way_out
-from elaswave_plugin.core.agreement.founding import Decision, End, Join, LastCall, Start, Wait
+from elaswave_plugin.core.agreement.founding import (
+    Decision,
+    End,
+    Founder,
+    Join,
+    LastCall,
+    Start,
+    Wait,
+)
 from elaswave_plugin.errors import (
     EXIT_CONFIGURATION,
     EXIT_REQUEUE,
@@ -24,15 +33,136 @@ from elaswave_plugin.errors import (
     ConfigurationError,
 )
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.launch.job_folder import JobFolder
+from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, secret_in, write_secret
 from elaswave_plugin.launch.job_names import JobNames
-from elaswave_plugin.launch.job_program import program_of
-from elaswave_plugin.launch.join import NoAnswerError, NoRoomError
+from elaswave_plugin.launch.join import NoAnswerError, NoRoomError, check_alike, program_of
 from elaswave_plugin.launch.node_job import NodeEnd, reserve_port, run_part
-from elaswave_plugin.launch.options import LaunchSpec
-from elaswave_plugin.launch.preflight import SecondJobError
+from elaswave_plugin.launch.options import LaunchSpec, SecondJobError, deepspeed_config, peek
 from elaswave_plugin.launch.shared_options import SharedJob
-from elaswave_plugin.launch.sizes import fits
+
+_OPEN_WITHIN_S = 60.0
+
+
+class JobFolder:
+    """Looks at the job's record; `who`: this node, in this life of its process.
+
+    The job's secret lies in the folder. Raises ConfigurationError where that cannot be written.
+    """
+
+    host: str | None = None
+
+    def __init__(
+        self, folder: Path, who: str, program: Mapping[str, Any], last_call: LastCall
+    ) -> None:
+        self._folder = folder
+        self._program = program
+        self._founder = Founder(who, program=program, last_call=last_call)
+        _open_folder(folder)
+        os.environ.setdefault(SECRET_FILE, str(secret_in(folder)))
+
+    def look(self, address: str, scripts_port: int) -> Decision:
+        """Look at the record; a node that runs something else leaves no trace in it.
+
+        Raises ConfigurationError for that one.
+        """
+        try:
+            with held(self._folder) as record:
+                new, decision = self._founder.look(
+                    record.record, time.monotonic(), address=address, scripts_port=scripts_port
+                )
+                if not isinstance(decision, End):
+                    joins = isinstance(decision, Join)
+                    check_alike(self._program, new.program, joins=joins)
+                record.write(new)
+                self._founder.decided(decision)
+        except OSError as error:
+            return Wait(f"the record in {str(self._folder)!r} ({error})")
+        return decision
+
+    def takes_part(self, life: int) -> None:
+        """Leave it to the record, which is written."""
+
+    def waits(self, life: int) -> None:
+        """Have the nodes meet again where the life that this one has founded never ran."""
+        with contextlib.suppress(OSError), held(self._folder) as record:
+            record.write(self._founder.start_failed(record.record, life))
+
+    def close(self) -> None:
+        """Leave it to the record, in which the job's agents have written its end."""
+
+
+def _open_folder(folder: Path) -> None:
+    """Make the job's folder and its secret, or take what another node has made."""
+    deadline_s = time.monotonic() + _OPEN_WITHIN_S
+    while True:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with held(folder):
+                _make_secret(secret_in(folder))
+            return
+        except OSError as error:
+            # Others come at the same moment; what is not writable stays so.
+            if isinstance(error, TimeoutError) and time.monotonic() < deadline_s:
+                continue
+            raise ConfigurationError(
+                f"--rdzv-dir is {str(folder.parent)!r}, where the job's folder cannot be"
+                f" written or locked ({error.strerror or error}); name one that all nodes see"
+            ) from error
+
+
+def _make_secret(path: Path) -> None:
+    """Leave a secret there, under the lock; what a killed launcher left half made is replaced."""
+    if not path.exists():
+        for draft in path.parent.glob(f".{path.name}.*"):
+            draft.unlink()
+        write_secret(path, Secret.new())
+
+
+_PARALLEL = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
+_BATCH, _MICRO = "--global-batch-size", "--micro-batch-size"
+# DeepSpeed's names: samples of a step are micro-batch x accumulation x workers.
+_SAMPLES, _EACH, _TIMES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def fits(args: Sequence[str], workers: int) -> bool:
+    """Return whether layout and batch allow a start on this number of workers.
+
+    That is Megatron's: whole model-parallel groups, and a global batch of whole micro-batches for
+    each replica; and DeepSpeed's, of the file of --deepspeed_config. True where nothing says so.
+    """
+    replica = 1
+    for option in _PARALLEL:
+        replica *= _number(peek(args, option)) or 1
+    if workers % replica:
+        return False
+    batch, micro = _number(peek(args, _BATCH)), _number(peek(args, _MICRO)) or 1
+    if batch is not None and batch % (micro * (workers // replica)):
+        return False
+    return _fits_deepspeed(deepspeed_config(args), workers // replica)
+
+
+def _fits_deepspeed(config: Mapping[str, Any], replicas: int) -> bool:
+    samples, each, times = (_number(config.get(name)) for name in (_SAMPLES, _EACH, _TIMES))
+    if samples is None:
+        return True
+    if each is not None and times is not None:
+        return samples == each * times * replicas
+    return samples % ((each or times or 1) * replicas) == 0
+
+
+def _number(value: object) -> int | None:
+    """Return a positive whole number; None for everything else, such as "auto"."""
+    text = str(value)
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
 
 _LOOK_EVERY_S = 1.0
 _MEET_WITHIN_S = 60.0
@@ -46,24 +176,6 @@ def run_shared_job(spec: LaunchSpec, shared: SharedJob) -> int:
     """
     _check(spec, shared)
     return _Node(spec, shared).run()
-
-
-class _Place(Protocol):
-    """The place where nodes learn of each other; `host`: the name of this one, if it has one."""
-
-    host: str | None
-
-    def look(self, address: str, scripts_port: int) -> Decision:
-        """Look what there is to do; raises ConfigurationError where the others run another job."""
-
-    def takes_part(self, life: int) -> None:
-        """This node is about to take part in a life; raises OSError."""
-
-    def waits(self, life: int) -> None:
-        """It has come back from it, and waits."""
-
-    def close(self) -> None:
-        """It waits no more."""
 
 
 class _Node:
@@ -238,7 +350,7 @@ def _check(spec: LaunchSpec, shared: SharedJob) -> None:
         )
 
 
-def _open_place(spec: LaunchSpec, shared: SharedJob) -> _Place:
+def _open_place(spec: LaunchSpec, shared: SharedJob) -> JobFolder | JobNames:
     """Return where the nodes of this job learn of each other; raises ConfigurationError."""
     who = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     last_call = LastCall(

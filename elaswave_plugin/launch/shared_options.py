@@ -1,7 +1,5 @@
 """The options of a job that the same line on every node starts or joins, with torchrun's names."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +7,18 @@ from pathlib import Path
 
 from elaswave_plugin.agent.peers.job_place import JobPlace
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.launch.durations import seconds
+
+
+def seconds(text: str) -> float:
+    """A positive number; raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
+
 
 # As torchrun's.
 LAST_CALL_S = 30.0

@@ -4,8 +4,6 @@ Launchers give a task devices, limits and processors of its own, which its train
 task ends with the job's exit code, once the guardian names that. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -17,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elaswave_plugin.agent.guarded_trainers import ExecStarter, ForkServer, Given, receive_fds
 from elaswave_plugin.agent.peers.rendezvous import MeetingWait
-from elaswave_plugin.agent.starters import ExecStarter, ForkServer, Given, receive_fds
 from elaswave_plugin.errors import (
     EXIT_CONFIGURATION,
     EXIT_FAILED,
@@ -26,9 +24,9 @@ from elaswave_plugin.errors import (
     ConfigurationError,
 )
 from elaswave_plugin.ipc.environment import Program
-from elaswave_plugin.ipc.handshake import is_same_user
 from elaswave_plugin.ipc.process_tree import SIGNALS_TO_END
 from elaswave_plugin.ipc.reactor import Reactor, is_readable
+from elaswave_plugin.ipc.secret import is_same_user
 from elaswave_plugin.ipc.snapshot_record import MEMORIES
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode, receive_frame, send_frame
 

@@ -5,11 +5,10 @@ GROUP_RANK, or Open MPI's or Slurm's names of them) starts this in the worker's 
 trainer and outlives it. The first task of a node is the node's guardian, the others serve it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
+import re
 import socket
 import sys
 import traceback
@@ -18,7 +17,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.common import AgentSpec
+from elaswave_plugin.agent.guarded_trainers import ForkServer, Starter
 from elaswave_plugin.agent.guardian import EXIT_CRASHED
 from elaswave_plugin.agent.notice_file import NOTICE_FILE, check_notice_file
 from elaswave_plugin.agent.peers.rendezvous import (
@@ -26,7 +26,6 @@ from elaswave_plugin.agent.peers.rendezvous import (
     listen_at,
     own_host,
 )
-from elaswave_plugin.agent.starters import ForkServer, Starter
 from elaswave_plugin.errors import (
     EXIT_REQUEUE,
     AgreementError,
@@ -34,30 +33,90 @@ from elaswave_plugin.errors import (
 )
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import QUIESCE, RESERVE, Program, read_reserve
-from elaswave_plugin.ipc.process_limit import explained_process_limit
-from elaswave_plugin.ipc.process_tree import die_with_parent
+from elaswave_plugin.ipc.process_tree import die_with_parent, explained_process_limit
 from elaswave_plugin.ipc.secret import SECRET_FILE, Secret, left_to_user
-from elaswave_plugin.launch.guarded_node import GuardedNode
-from elaswave_plugin.launch.job_secret import agreed_secret, check_required, first_secret
-from elaswave_plugin.launch.launcher_names import torchrun_names
-from elaswave_plugin.launch.node_job import connect_zygote
+from elaswave_plugin.launch.job_secret import agreed_secret, check_required
+from elaswave_plugin.launch.node_job import GuardedNode, connect_zygote
 from elaswave_plugin.launch.options import (
     LaunchParser,
     ScriptSettings,
     add_timeouts,
-    check_environment,
-    read_timeouts,
-    script_settings,
-)
-from elaswave_plugin.launch.preflight import (
     allow_descriptors,
+    check_environment,
     check_run_dir,
     open_run_dir,
+    read_timeouts,
     refuse_second_job,
+    script_settings,
 )
 from elaswave_plugin.launch.standard_streams import fill_closed_streams, relayed_output
 from elaswave_plugin.launch.task import Task, be_task, meeting_name, tasks_of_node
 from elaswave_plugin.words import check_options, variable
+
+_OF_OPEN_MPI = (
+    ("RANK", "OMPI_COMM_WORLD_RANK"),
+    ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+_OF_SLURM = (
+    ("RANK", "SLURM_PROCID"),
+    ("WORLD_SIZE", "SLURM_NTASKS"),
+    ("LOCAL_RANK", "SLURM_LOCALID"),
+    ("GROUP_RANK", "SLURM_NODEID"),
+)
+# Of the step, and of the allocation where that is not set: as "2(x3),1".
+_TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+# Those above are salloc's shell and the like (slurm.h): one process, of whatever number of tasks.
+_LAST_STEP_OF_SRUN = 0xFFFFFFF0
+
+
+def torchrun_names(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with torchrun's names too, where it has another launcher's.
+
+    Raises ConfigurationError where Slurm's numbers are none.
+    """
+    found = {**{ours: env[name] for ours, name in _OF_OPEN_MPI if name in env}, **env}
+    return {**_of_slurm(found), **found}
+
+
+def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
+    """Name what Slurm says of this task, if it is srun that has started it.
+
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step. A launcher that a step has
+    started has ranks of its own, which Slurm's would contradict.
+    """
+    if not _is_step_of_srun(env) or any(name not in env for _, name in _OF_SLURM):
+        return {}
+    found = {ours: env[name] for ours, name in _OF_SLURM}
+    if any(env.get(name, found[name]) != found[name] for name in ("RANK", "WORLD_SIZE")):
+        return {}
+    for name in _TASKS_PER_NODE:
+        if name in env:
+            width = _tasks_of_node(name, env[name], env["SLURM_NODEID"])
+            return {**found, "LOCAL_WORLD_SIZE": width}
+    return found
+
+
+def _is_step_of_srun(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) <= _LAST_STEP_OF_SRUN
+
+
+def _tasks_of_node(name: str, text: str, node: str) -> str:
+    """Read the number of a node's tasks, the third node's of "2(x2),1" being 1."""
+    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    place = int(node) if node.isdecimal() else -1
+    for count in counts:
+        if count is None or place < 0:
+            break
+        place -= int(count[2] or 1)
+        if place < 0:
+            return count[1]
+    raise ConfigurationError(
+        f"{name} is {text!r} and SLURM_NODEID {node!r}, wanted numbers such as '2(x3),1' and 3"
+    )
+
 
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Of the DeepSpeed launcher on one node, by the variables that it sets (launcher/launch.py).
@@ -203,7 +262,15 @@ def _guard(
     """Be the guardian of a node whose tasks a launcher has started, in the first of them."""
     rendezvous, env = spec.rendezvous, spec.envs[0]
     run_dir = None if spec.run_dir is None else Path(spec.run_dir)
-    secret = _secret(rendezvous, env, run_dir)
+    secret = agreed_secret(
+        env,
+        run_dir,
+        node=rendezvous.node,
+        host=rendezvous.host,
+        ports=rendezvous.ports,
+        job=rendezvous.job,
+        timeout_s=rendezvous.timeout_s,
+    )
     spec = replace(spec, rendezvous=replace(rendezvous, secret=secret))
 
     def hand_on(place: int, number: int) -> None:
@@ -249,19 +316,6 @@ def _parser() -> LaunchParser:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     return parser
-
-
-def _secret(rendezvous: RendezvousSpec, env: Mapping[str, str], run_dir: Path | None) -> Secret:
-    if rendezvous.node == 0:
-        return first_secret(env, run_dir)
-    return agreed_secret(
-        env,
-        run_dir,
-        host=rendezvous.host,
-        ports=rendezvous.ports,
-        job=rendezvous.job,
-        timeout_s=rendezvous.timeout_s,
-    )
 
 
 def _rendezvous(

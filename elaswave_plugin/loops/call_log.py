@@ -22,8 +22,8 @@ import torch.distributed as dist
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.recovery.guarded import guarded
 from elaswave_plugin.recovery.handshake import Handshake
+from elaswave_plugin.recovery.recover import guarded
 from elaswave_plugin.values.set_within import set_within
 
 Result = TypeVar("Result")

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.packed import packed, unpacked
+from elaswave_plugin.values.plain import packed, unpacked
 
 _WHAT = "what the calls of the script's loop returned"
 _ENDS = "at the end of its data"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
 from elaswave_plugin.loops.user import UserLoop
-from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.recovery.recover import guarded
 from elaswave_plugin.values.set_within import set_within
 
 Result = TypeVar("Result")

@@ -14,10 +14,8 @@ from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChan
 from elaswave_plugin.framework import Framework, StepReport
 from elaswave_plugin.ipc.process_tree import exit_at_once
 from elaswave_plugin.loops.own_signals import OwnSignals
-from elaswave_plugin.recovery.drafts import Drafts
-from elaswave_plugin.recovery.failed_saves import FailedSaves
-from elaswave_plugin.recovery.guarded import guarded
-from elaswave_plugin.recovery.recover import recover
+from elaswave_plugin.recovery.drafts import Drafts, FailedSaves
+from elaswave_plugin.recovery.recover import guarded, recover
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import StepState
 

@@ -17,7 +17,7 @@ from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.call_record import LARGEST, CallRecord
 from elaswave_plugin.trainer.fatal import end_in_a_sentence, ends_in_a_sentence
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 from elaswave_plugin.values.set_within import set_within
 
 _GATHER = "allgather"

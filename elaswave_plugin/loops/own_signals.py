@@ -1,7 +1,5 @@
 """Handlers of a script for SIGTERM: where all leave, they are called before the same step."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

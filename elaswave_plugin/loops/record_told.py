@@ -8,7 +8,7 @@ import torch.distributed as dist
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.call_record import CallRecord
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered, told_by
+from elaswave_plugin.values.plain import gathered, told_by
 
 _NOTED = "what the calls of the script's loop returned"
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.call_record import CallRecord, Entry, block_of, calls_of
-from elaswave_plugin.values.gathered import gathered, told_by
+from elaswave_plugin.values.plain import gathered, told_by
 
 
 class SharedRecord(CallRecord):

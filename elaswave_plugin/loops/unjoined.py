@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elaswave_plugin.ipc.progress_page import page_fd, page_of
-from elaswave_plugin.trainer.agent_contact import AgentContact
+from elaswave_plugin.trainer.control_link import AgentContact
 
 # What is missing, as an adapter knows it: a variable of the framework's module.
 _MARK = "__elaswave__"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.recovery.guarded import guarded
+from elaswave_plugin.recovery.recover import guarded
 
 Result = TypeVar("Result")
 

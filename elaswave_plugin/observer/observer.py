@@ -1,17 +1,111 @@
 """The outside reader: judges a run by the files that it left, and by a reference run's."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import median
 
 from elaswave_plugin.config import RECOVERY_PHASES, Kill
+from elaswave_plugin.core.agreement.view import departed
 from elaswave_plugin.core.step.audit import batch_sizes, counting_views, lost_and_repeated
 from elaswave_plugin.errors import EXIT_TOLD
-from elaswave_plugin.observer.changes import changes_of
-from elaswave_plugin.observer.differing_reports import differing_reports
-from elaswave_plugin.observer.joins import joins_of
 from elaswave_plugin.observer.layout_change import layout_fields
-from elaswave_plugin.observer.run import Record, RunFiles, counted_steps, first_step_done_s
+from elaswave_plugin.observer.run import (
+    Record,
+    RunFiles,
+    counted_steps,
+    first_step_done_s,
+    first_steps,
+)
 from elaswave_plugin.tracking.state_dump import differing_names, dumped_steps, hash_state
+
+# What follows from the plan alone. The layout before is not among it: a worker that comes back has
+# none, and one whose recovery was interrupted by the next one tells of that before both.
+_OF_THE_PLAN = (
+    *("layout_after", "dataflow", "pieces", "windows", "clocks", "slow", "greedy_order"),
+    *("split_backward", "layer_times_s", "bytes_moved", "restored_step"),
+)
+
+
+def differing_reports(recovered: Iterable[Record]) -> list[str]:
+    """Return one sentence for each field of a plan that two workers of a view report differently.
+
+    ``recovered``: the events of this kind. What is judged by such a field goes by the first report.
+    """
+    firsts: dict[int, Record] = {}
+    found: dict[tuple[int, str], str] = {}
+    for event in recovered:
+        first = firsts.setdefault(event["epoch"], event)
+        for field in _OF_THE_PLAN:
+            if event.get(field) != first.get(field):
+                slots = f"workers {first['slot']} and {event['slot']}"
+                sentence = f"{slots} report different {field} of view {event['epoch']}"
+                found.setdefault((event["epoch"], field), sentence)
+    return list(found.values())
+
+
+def joins_of(run: RunFiles) -> list[Record]:
+    """Return one record a worker that came back.
+
+    `beside_s`: from its start until it was built; `stall_s`: the longest stand-still of a worker
+    that let it in; `time_to_full_s`: from the end of the last one that worked on its slot until
+    all workers had completed a step with it; `bytes`: of state that it fetched.
+    """
+    worked = {record["pid"] for record in run.steps}
+    recovered, exited = run.of_kind("recovered"), run.of_kind("worker_exited")
+    joins = []
+    for event in run.of_kind("entered"):
+        slot, epoch = event["slot"], event["epoch"]
+        ends = [e["time_s"] for e in exited if e["slot"] == slot and e["pid"] in worked]
+        empty_since_s = max((end for end in ends if end < event["time_s"]), default=None)
+        stalls = [e["pause_s"] for e in recovered if e["epoch"] == epoch and e["slot"] != slot]
+        own = [e for e in recovered if (e["epoch"], e["slot"]) == (epoch, slot)]
+        full_s = first_step_done_s(run, epoch)
+        joins.append(
+            {
+                "epoch": epoch,
+                "slot": slot,
+                "incarnation": event["incarnation"],
+                "step": event["step"],
+                "beside_s": event["beside_s"],
+                "stall_s": max(stalls, default=None),
+                "time_to_full_s": (
+                    None if full_s is None or empty_since_s is None else full_s - empty_since_s
+                ),
+                # The optimizer state follows, behind the first step.
+                "bytes": (own or [event])[-1]["fetched_bytes"],
+            }
+        )
+    return joins
+
+
+LOST, LEFT, CAME = "lost", "left", "came"
+
+
+def changes_of(run: RunFiles) -> list[Record]:
+    """Return one record a worker that was lost, left as it was told to, or came, in order.
+
+    `step`: the first one of the view, or of the next view that completed one; None where no step
+    followed.
+    """
+    views = {event["epoch"]: event for event in run.of_kind("view_committed")}
+    arrivals = {(event["epoch"], event["slot"]) for event in run.of_kind("entered")}
+    firsts = first_steps(run)
+    found = []
+    for before, after in pairwise(sorted(views)):
+        step = next((firsts[view] for view in sorted(firsts) if view >= after), None)
+        was, now, reason = views[before]["ranks"], views[after]["ranks"], views[after]["reason"]
+        came = {slot for slot in now if slot not in was or (after, slot) in arrivals}
+        changes = [
+            (LEFT if departed(reason, slot) else LOST, slot)
+            for slot in sorted(was)
+            if slot not in now or slot in came
+        ]
+        changes += [(CAME, slot) for slot in sorted(came)]
+        for what, slot in changes:
+            record = {"view": after, "step": step, "slot": slot, "what": what, "reason": reason}
+            found.append({**record, "workers": len(now)})
+    return found
+
 
 # The reason of the view that nothing led to.
 LAUNCH = "launch"

@@ -9,9 +9,12 @@ from matplotlib.ticker import MaxNLocator
 
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.core.layout.layout import ParallelLayout
-from elaswave_plugin.observer.changes import CAME, LEFT, LOST, changes_of
 from elaswave_plugin.observer.layout_change import layout_lines
 from elaswave_plugin.observer.observer import (
+    CAME,
+    LEFT,
+    LOST,
+    changes_of,
     kills_of,
     layout_change_of,
     losses_of,

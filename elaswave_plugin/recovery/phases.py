@@ -1,17 +1,89 @@
 """Tracks a worker's place: announces phases, fires the scripted test faults, times recoveries."""
 
+import contextlib
+import ctypes
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, NoReturn
 
 from elaswave_plugin.config import FINALIZE_PHASE, SAVE_PHASE, STEP_PHASES, Kill
-from elaswave_plugin.ipc.phase_clock import PhaseClock
-from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, ProgressPage
-from elaswave_plugin.recovery.compilations import Compilations
-from elaswave_plugin.recovery.faults import bytes_in, once_written, strike
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, PhaseClock, ProgressPage
 from elaswave_plugin.tracking.events import EventLog
+
+_LOOK_S = 0.001
+
+
+def strike(how: str) -> NoReturn:
+    """Die ("kill"), or hang: "loop" in Python, "gil" in C with the interpreter's lock, "stop"."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "gil":
+            # PyDLL keeps the lock during the call.
+            ctypes.PyDLL(None).sleep(3600)
+
+
+@contextlib.contextmanager
+def once_written(folder: Path, fire: Callable[[], None]) -> Iterator[None]:
+    """Call ``fire()`` from a thread as soon as a file of the folder has a byte, in this block."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            if bytes_in(folder):
+                return fire()
+
+    thread = threading.Thread(target=watch, name="elaswave-fault", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def bytes_in(folder: Path) -> int:
+    """Count the bytes of the files of a folder, which others may write and remove meanwhile."""
+    written = 0
+    with contextlib.suppress(OSError):
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                written += 0 if path.is_dir() else path.stat().st_size
+    return written
+
+
+class Compilations:
+    """The compilations of one trainer, on its progress page."""
+
+    def __init__(self, page: ProgressPage) -> None:
+        self._page = page
+
+    def watch(self) -> None:
+        """Have torch tell of them from now on, if its compiler is imported, which takes a second.
+
+        Again and again, since `torch._dynamo.reset()` forgets who is told. Source: torch,
+        torch/_dynamo/callback.py, which serialises the calls and makes them for the outermost
+        compilation only.
+        """
+        callbacks: Any = sys.modules.get("torch._dynamo.callback")
+        told = getattr(callbacks, "callback_handler", None)
+        if told is not None and self._begin not in told.start_callbacks:
+            told.register_start_callback(self._begin)
+            told.register_end_callback(self._end)
+
+    def _begin(self, *args: Any) -> None:
+        self._page.set_compiles(True)
+
+    def _end(self, *args: Any) -> None:
+        self._page.set_compiles(False)
 
 
 class Phases:

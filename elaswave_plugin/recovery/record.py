@@ -10,7 +10,7 @@ from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.phases import Phases
-from elaswave_plugin.snapshot.deferred import Followed
+from elaswave_plugin.snapshot.restore import Followed
 from elaswave_plugin.tracking.events import EventLog
 
 

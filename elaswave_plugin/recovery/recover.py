@@ -2,17 +2,49 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elaswave_plugin.core.agreement.hang import OUTSIDE
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
-from elaswave_plugin.errors import WeightsDifferError
+from elaswave_plugin.errors import (
+    EpochChanged,
+    LinkError,
+    MismatchError,
+    PeerError,
+    WeightsDifferError,
+)
 from elaswave_plugin.framework import Framework
-from elaswave_plugin.recovery.guarded import guarded
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.snapshot.restore import RestoredState, restore
+
+Result = TypeVar("Result")
+
+
+def guarded(
+    work: Callable[[], Result],
+    recover: Callable[[], object],
+    *,
+    blame: Callable[[LinkError], object] | None = None,
+) -> Result:
+    """Run ``work``, and again after ``recover()``, until nothing interrupts it.
+
+    ``blame(error)`` is told where members of a group do not do the same; it returns where some of
+    them leave for that, which others are to recover from. Without it, that is raised.
+    """
+    while True:
+        try:
+            return work()
+        except EpochChanged:
+            pass
+        except (MismatchError, PeerError) as error:
+            if blame is None:
+                raise
+            blame(error)
+        # Outside of the handler: its traceback would keep a step's autograd graph alive.
+        recover()
 
 
 def recover(worker: Worker, framework: Framework) -> None:

@@ -5,8 +5,6 @@ of the work makes it hold less, the job ends once, with the reason, instead of l
 after the other.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -34,7 +32,7 @@ _FREE = re.compile(r"of which ([\d.]+ \w+) is free")
 class Relief:
     """The limits that workers have told, and the one that this worker tells."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: "Worker") -> None:
         self._worker = worker
         self.told: OutOfMemory | None = None
         """It is told in each view from the first time on, also once there are more workers."""

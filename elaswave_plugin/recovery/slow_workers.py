@@ -1,7 +1,5 @@
 """Names the slow workers of a job, and has their work dealt again where that pays."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 class SlowWorkers:
     """One worker's comparison of all paces, alike on every worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: "Worker") -> None:
         self._worker = worker
         self._watch = SlowWatch()
         self._payback, self._gain, self._more_s = Payback(), 0.0, 0.0

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable, check_growing_groups
@@ -14,23 +14,22 @@ from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
 from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.layout.reserve import built_among, grown_replicas
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import SealedShard, SlowReport, WorkerFacts
 from elaswave_plugin.core.planner.layer_times import PassTimes, agreed
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.planner.slow import slowness_of
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, Placement
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import Shares
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.job_constants import JobConstants
-from elaswave_plugin.ipc.phase_clock import PhaseClock
+from elaswave_plugin.ipc.progress_page import PhaseClock
 from elaswave_plugin.ipc.snapshot_record import BUFFERS
-from elaswave_plugin.recovery.given_settings import check_given
-from elaswave_plugin.recovery.notes import Notes
+from elaswave_plugin.recovery.handshake import Notes
 from elaswave_plugin.recovery.phases import Phases
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.relief import Relief
@@ -43,6 +42,19 @@ from elaswave_plugin.tracking.events import EventLog
 from elaswave_plugin.trainer.broken_links import BrokenLinks
 from elaswave_plugin.trainer.member import Commit, Member
 from elaswave_plugin.version import __version__
+
+
+def check_given(given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigurationError, alike on all workers, where what some were given differs."""
+    (first, wanted), *others = given.items()
+    for who, found in others:
+        for name, value in wanted.items():
+            if found.get(name) != value:
+                raise ConfigurationError(
+                    f"{name} is {value!r} for {first} and {found.get(name)!r} for {who}: give every"
+                    " worker of a job the same settings and the same version"
+                )
+
 
 # Deals the work of a step; takes what the placement says that it is dealt over.
 Deal = Callable[..., Flow]

@@ -4,22 +4,19 @@ On the same node the agent hands over a descriptor of the memory, and nothing go
 socket; what is overwritten while it is read fails its checksum. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from elaswave_plugin.errors import LinkError
-from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import near_name
 from elaswave_plugin.ipc.relay import connect_by
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import Kind, Secret, prove
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
 from elaswave_plugin.ipc.wire import (
     Check,
@@ -49,7 +46,7 @@ class _Memory(NamedTuple):
     length: int
 
 
-class Fetcher:
+class Fetcher(AbstractContextManager["Fetcher"]):
     """One connection to the agent at `address` ("host:port"); many fetches, in their order.
 
     While anything is waited for, `check` is called every few milliseconds; what it raises ends the
@@ -201,15 +198,7 @@ class Fetcher:
             os.close(memory.fd)
         self._memory.clear()
 
-    def __enter__(self) -> Fetcher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -1,7 +1,5 @@
 """The memory that this process may still take: the machine's, or less in a container."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

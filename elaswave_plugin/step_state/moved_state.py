@@ -7,8 +7,34 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ElasWaveError
-from elaswave_plugin.step_state.hand_over import receive, send
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import checked, decode, encode, gathered
+
+_WHAT = "the state of a step"
+
+
+def send(value: Any, rank: int) -> None:
+    """Send a plain value with host tensors in it to a rank of WORLD."""
+    tensors: list[torch.Tensor] = []
+    plain = torch.frombuffer(bytearray(encode(value, _WHAT, beside=tensors)), dtype=torch.uint8)
+    num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+    dist.send(torch.tensor([len(plain), num_bytes]), rank)
+    for tensor in (plain, *tensors):
+        dist.send(tensor.contiguous(), rank)
+
+
+def receive(rank: int) -> Any:
+    """Receive what a rank of WORLD sends; raises UnreadableValueError."""
+    lengths = torch.zeros(2, dtype=torch.int64)
+    dist.recv(lengths, rank)
+    length, beside_bytes = lengths.tolist()
+    plain = torch.empty(checked(length, _WHAT), dtype=torch.uint8)
+    dist.recv(plain, rank)
+    tensors: list[torch.Tensor] = []
+    value = decode(plain.numpy().data, _WHAT, beside=tensors, beside_bytes=beside_bytes)
+    for tensor in tensors:
+        dist.recv(tensor, rank)
+    return value
+
 
 # A part of the state, and a name in it.
 Key = tuple[str, str]
@@ -17,13 +43,15 @@ Key = tuple[str, str]
 class Movable(Protocol):
     """The calls that a part of the state of a step has to offer (`step_state.py`)."""
 
-    def missing(self, kept: Any) -> Mapping[str, bool]: ...
+    def missing(self, kept: Any) -> Mapping[str, bool]:
+        """Say of what is kept whether the worker lacks it, by name."""
 
     def part_of(
         self, kept: Any, names: Sequence[str], *, is_current: bool
     ) -> Mapping[str, Any]: ...
 
-    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None: ...
+    def take_in(self, kept: Any, more: Mapping[str, Any]) -> None:
+        """Take in what another worker has handed over."""
 
 
 def fetch_missing(

@@ -17,12 +17,9 @@ import xxhash
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.kept import accessors, check_state, kept_objects
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.hand_over import receive, send
-from elaswave_plugin.step_state.moved_state import fetch_missing
+from elaswave_plugin.step_state.moved_state import fetch_missing, receive, send
 from elaswave_plugin.values.detached import detached_copy
-from elaswave_plugin.values.gathered import gathered
-from elaswave_plugin.values.plain import encode
-from elaswave_plugin.values.rows import bytes_of, row_of
+from elaswave_plugin.values.plain import bytes_of, encode, gathered, row_of
 
 Kept = dict[str, Any]
 _NOTED = "the state of a step"

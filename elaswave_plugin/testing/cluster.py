@@ -3,13 +3,13 @@
 from collections import deque
 from functools import partial
 
-from elaswave_plugin.core.agreement.join_rule import Applicant
 from elaswave_plugin.core.agreement.messages import (
     Detached,
     Raised,
     Replan,
     Severed,
 )
+from elaswave_plugin.core.agreement.quorum import Applicant
 from elaswave_plugin.testing.virtual_job import NEW_LINK, VirtualJob
 
 

@@ -17,8 +17,7 @@ from typing import Any
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.tracking.events import STEPS_FILE, read_lines
-from elaswave_plugin.tracking.sinks import OpenSink, Sink, sinks_of
-from elaswave_plugin.tracking.wandb_files import whereabouts
+from elaswave_plugin.tracking.sinks import OpenSink, Sink, sinks_of, whereabouts
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from elaswave_plugin.errors import (
     WeightsDifferError,
 )
 from elaswave_plugin.ipc.environment import AGENT, INCARNATION, SLOT
-from elaswave_plugin.trainer.agent_contact import AgentContact
+from elaswave_plugin.trainer.control_link import AgentContact
 from elaswave_plugin.words import check_words
 
 EXIT_CONFIGURATION = 2

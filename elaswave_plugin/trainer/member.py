@@ -1,31 +1,29 @@
 """A trainer's membership in the job, as its node's agent tells it (standard library only)."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import elaswave_plugin.ipc.frames as said
-from elaswave_plugin.core.agreement.effects import Deliver, Ring
 from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
 from elaswave_plugin.core.agreement.messages import (
     AllSealed,
     Begun,
+    Deliver,
     Notice,
     Replan,
+    Ring,
     Settled,
     Severed,
     Stop,
+    read_payload,
 )
-from elaswave_plugin.core.agreement.payload import read_payload
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId
 from elaswave_plugin.core.codec import UnreadableMessageError, WireMessage, from_json, to_json
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import SealedShard, WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.ipc.environment import (
     AGENT,
@@ -40,10 +38,8 @@ from elaswave_plugin.ipc.progress_page import ANNOUNCED_LIMIT_S, ProgressPage, p
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame
-from elaswave_plugin.trainer.agent_contact import AgentContact
-from elaswave_plugin.trainer.control_link import ControlLink, Dial
-from elaswave_plugin.trainer.lease import await_lease, guard_continuing
-from elaswave_plugin.trainer.signals import SharedSignals
+from elaswave_plugin.trainer.control_link import AgentContact, ControlLink, Dial
+from elaswave_plugin.trainer.signals import SharedSignals, await_lease, guard_continuing
 
 # How long a planned arrival is waited for: a test setting.
 PLANNED_ARRIVAL_S = 60.0
@@ -98,7 +94,7 @@ class Member:
         self.progress_page.begin(incarnation)
         self.signals = SharedSignals(self.progress_page)
         self.has_last_checkpoint = False
-        self._on_propose: Callable[[int, str], None] = _ignore
+        self._on_propose: Callable[[int, str], None] = lambda epoch, reason: None
         self._changed = threading.Condition()
         self._proposed_epoch = 0
         self._proposed_reason = ""
@@ -133,7 +129,7 @@ class Member:
         )
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> Member:
+    def from_environment(cls, env: Mapping[str, str]) -> Self:
         """The member that the agent described; raises ConfigurationError without one."""
         if AGENT not in env:
             raise ConfigurationError(
@@ -538,7 +534,3 @@ def _read_commit(message: Deliver) -> Commit:
     view = message.committed.proposal.view
     path = (*message.skipped, view)
     return Commit(view=view, facts=told.facts, inventory=told.inventory, path=path)
-
-
-def _ignore(epoch: int, reason: str) -> None:
-    pass

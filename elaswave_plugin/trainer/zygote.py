@@ -7,8 +7,6 @@ killed when the connection of its guardian closes, and dies with the zygote; tho
 a guardian has started are the guardian's own children, and go on without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib
@@ -30,19 +28,19 @@ from typing import Any, NoReturn
 
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.environment import JOB_SECRET_FD, SNAPSHOT_FDS
-from elaswave_plugin.ipc.handshake import is_same_user
 from elaswave_plugin.ipc.process_tree import (
     SIGNALS_TO_END,
+    close_all_but,
     die_with_parent,
     exit_at_once,
     lead_group,
 )
 from elaswave_plugin.ipc.progress_page import PROGRESS_FD
+from elaswave_plugin.ipc.secret import is_same_user
 from elaswave_plugin.ipc.snapshot_record import MEMORIES
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame, FrameBuffer, encode
-from elaswave_plugin.trainer.few_warnings import show_few_warnings
-from elaswave_plugin.trainer.script_run import Reporter, guarded, run
+from elaswave_plugin.trainer.script_run import Reporter, guarded, run, show_few_warnings
 
 # Standard streams, secret, page, and the memories of its snapshots.
 _FDS_A_REQUEST = 5 + MEMORIES
@@ -99,7 +97,7 @@ class Zygote:
         """
         signal.set_wakeup_fd(self._wake_write.fileno())
         for number in SIGNALS_TO_END:
-            signal.signal(number, _only_wake)
+            signal.signal(number, lambda number, frame: None)  # it only wakes
         told = False
         while not told or any(guardian.children for guardian in self._guardians):
             for key, _ in self._selector.select():
@@ -173,9 +171,7 @@ class Zygote:
             pidfd = os.pidfd_open(os.getpid())
             socket.send_fds(guardian.sock, [encode({"pid": os.getpid()})], [pidfd])
             os.close(pidfd)
-            self._close()
-            for number in SIGNALS_TO_END:
-                signal.signal(number, signal.SIG_DFL)
+            self._be_nobody()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         if between == 0:
             return True
@@ -196,9 +192,7 @@ class Zygote:
         if pid == 0:
             die_with_parent(self._pid)
             lead_group()
-            self._close()
-            for number in SIGNALS_TO_END:
-                signal.signal(number, signal.SIG_DFL)
+            self._be_nobody()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_TO_END)
         if pid == 0:
             return True
@@ -230,6 +224,12 @@ class Zygote:
         for pidfd in guardian.children.values():
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         _close_all(guardian.fds)
+
+    def _be_nobody(self) -> None:
+        """Leave nothing of the zygote's in a child."""
+        self._close()
+        for number in SIGNALS_TO_END:
+            signal.signal(number, signal.SIG_DFL)
 
     def _close(self) -> None:
         """Close everything of the zygote's own (in a child: nothing of it stays open)."""
@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> int:
     connections = [int(fd) for fd in options.connections.split(",") if fd]
     if options.parent:
         die_with_parent(options.parent)
-    _close_all_but(connections)
+    close_all_but({*connections})  # what was inherited by accident
     refusal = _preload([name for name in options.preload.split(",") if name])
     if refusal is not None and not connections:
         print(f"elaswave zygote: {refusal}", file=sys.stderr)
@@ -412,20 +412,6 @@ def _listen(path: str) -> socket.socket:
     listener.listen(256)
     os.rename(hidden, path)
     return listener
-
-
-def _close_all_but(fds: Sequence[int]) -> None:
-    """Close what was inherited by accident, before anything is imported that opens files."""
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        if fd > 2 and fd not in fds:
-            # One of them is the descriptor of the listing itself, closed by now.
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-
-def _only_wake(number: int, frame: object) -> None:
-    pass
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ of the package that wrote them: another one may keep something else under the sa
 
 import math
 import re
+import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -19,10 +20,26 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError, UnreadableValueError
-from elaswave_plugin.values.rows import row_of
 from elaswave_plugin.version import __version__
+
+
+def row_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements in order, detached; a copy only where they are not contiguous.
+
+    One element counts as contiguous with any stride, and ``Tensor.view(dtype)`` wants stride one
+    (torch 2.13).
+    """
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of all elements in order, of the tensor itself where it is contiguous."""
+    array: Any = row_of(tensor).view(torch.uint8).numpy()
+    return memoryview(array)
+
 
 # Of containers in containers.
 DEEPEST = 100
@@ -358,3 +375,77 @@ def _tensor(dtype: torch.dtype, shape: list[Any], data: bytes) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+# Around what `encode` bounds: the version that it names.
+_LONGEST = LONGEST_BYTES + (1 << 10)
+
+
+def gathered(
+    mine: Any, what: str = "what a worker tells the others", *, group: Any = None
+) -> list[Any]:
+    """Gather each worker's plain value, by rank (collective over WORLD, or a group).
+
+    Raises ConfigurationError for one of this worker that is not plain, UnreadableValueError.
+    """
+    told = _bytes_of(mine, what)
+    count = torch.tensor(len(told))
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
+    lengths = [checked(int(one), what) for one in counts]
+    row = torch.zeros(max(lengths), dtype=torch.uint8)
+    row[: len(told)] = told
+    rows = [torch.zeros_like(row) for _ in lengths]
+    dist.all_gather(rows, row, group=group)
+    return [
+        decode(row[:length].numpy().data, f"{what} (of rank {rank})")
+        for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
+    ]
+
+
+def told_by(rank: int, mine: Any, what: str = "what a worker tells the others") -> Any:
+    """Return the plain value of one rank on all; ``mine`` counts there (collective over WORLD)."""
+    is_source = dist.get_rank() == rank
+    told = _bytes_of(mine if is_source else None, what)
+    count = torch.tensor(len(told))
+    dist.broadcast(count, src=rank)
+    length = checked(int(count), what)
+    if not is_source:
+        told = torch.zeros(length, dtype=torch.uint8)
+    dist.broadcast(told, src=rank)
+    return decode(told.numpy().data, f"{what} (of rank {rank})")
+
+
+def _bytes_of(value: Any, what: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(encode(value, what)), dtype=torch.uint8)
+
+
+def checked(length: int, what: str) -> int:
+    """Return a length that another worker has told; raises UnreadableValueError for no such one."""
+    if not 0 < length <= _LONGEST:
+        raise UnreadableValueError(f"{what} has {length} bytes, wanted at most {_LONGEST}")
+    return length
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def packed(value: Any, what: str) -> bytes:
+    """Return the bytes of a value with host tensors in it; raises ConfigurationError."""
+    tensors: list[torch.Tensor] = []
+    plain = encode(value, what, beside=tensors)
+    return b"".join((_LENGTH.pack(len(plain)), plain, *(bytes_of(one) for one in tensors)))
+
+
+def unpacked(data: bytes, what: str) -> Any:
+    """Return the value of these bytes; raises UnreadableValueError."""
+    (length,) = _LENGTH.unpack_from(data)
+    start = _LENGTH.size + length
+    tensors: list[torch.Tensor] = []
+    beside_bytes = len(data) - start
+    value = decode(data[_LENGTH.size : start], what, beside=tensors, beside_bytes=beside_bytes)
+    for tensor in tensors:
+        into = bytes_of(tensor)
+        into[:] = data[start : start + len(into)]
+        start += len(into)
+    return value

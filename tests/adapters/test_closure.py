@@ -10,7 +10,7 @@ from megatron.core.timers import Timers
 from elaswave_plugin.adapters.closure import globals_of, nonlocals_of
 from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.errors import EpochChanged
-from elaswave_plugin.rehearsal.reach import Found
+from elaswave_plugin.rehearsal.record import Found
 
 NUMBER = 3
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import xxhash
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import MOMENTS, PARTS
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.core.planner.layer_times import LayerTimes
 from elaswave_plugin.core.recovery_plan.placement import Placement
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, copy_targets, make_plan

@@ -6,7 +6,7 @@ from typing import Any
 
 from elaswave_plugin.agent.snapshot_server import SnapshotServer, Taker, listen_for_data
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
 from elaswave_plugin.snapshot.fetch import Fetcher
 from tests.core.sealed import sealed

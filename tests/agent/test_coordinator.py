@@ -18,9 +18,8 @@ from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.ipc import progress_page
-from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.peer import Peer
-from elaswave_plugin.ipc.progress_page import ProgressPage
+from elaswave_plugin.ipc.progress_page import ProgressPage, lease_clock_s
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import LENGTH, Frame, send_frame
 from elaswave_plugin.tracking.events import EventLog

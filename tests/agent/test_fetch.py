@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.ipc.handshake import Kind
+from elaswave_plugin.ipc.secret import Kind
 from elaswave_plugin.ipc.wire import send_frame
 from elaswave_plugin.snapshot.fetch import Fetcher
 from tests.job_secret import SECRET, accepted

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from elaswave_plugin.agent.guarded_trainers import Given, Starter, Watcher, watch_child
 from elaswave_plugin.agent.guardian import EXIT_CRASHED, Guardian
 from elaswave_plugin.agent.keeper import Keeper
-from elaswave_plugin.agent.starters import Given, Starter, Watcher, watch_child
 from elaswave_plugin.errors import EXIT_FAILED
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.process_tree import die_with_parent

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.agent.held_copies import HeldCopies
-from elaswave_plugin.agent.snapshot_store import SnapshotStore
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.ipc.handshake import Kind
+from elaswave_plugin.agent.snapshot_store import HeldCopies, SnapshotStore
+from elaswave_plugin.core.layout.worker_facts import SealedShard
+from elaswave_plugin.ipc.secret import Kind
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, MEMORIES
 from elaswave_plugin.ipc.wire import receive_frame, send_frame
 from elaswave_plugin.snapshot.fetch import Fetcher

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.agent import late_return
-from elaswave_plugin.agent.status_board import StatusBoard
+from elaswave_plugin.agent.trainer_session import StatusBoard
 from elaswave_plugin.core.agreement.life import Life, Stage
 
 LINE = "rendezvous.py:120 in _create_c10d_store"

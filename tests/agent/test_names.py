@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from elaswave_plugin.agent.peers.name_server import NameServer
-from elaswave_plugin.agent.peers.names import NamedLease, Names
+from elaswave_plugin.agent.peers.names import NamedLease, Names, NameServer
 from elaswave_plugin.core.agreement.named import Call, Known, Own, Renewal, digest
 from elaswave_plugin.ipc.secret import Secret
 from tests.ports import free_port

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elaswave_plugin.agent.peers.resent import Resent
+from elaswave_plugin.agent.peers.unheard import Resent
 from elaswave_plugin.ipc.silence import Answers
 
 

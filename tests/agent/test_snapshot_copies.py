@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from elaswave_plugin.agent import snapshot_copies
-from elaswave_plugin.agent.snapshot_copies import Copies
+from elaswave_plugin.agent import snapshot_server
+from elaswave_plugin.agent.snapshot_server import Copies
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.timeouts import Timeouts
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.ipc.frames import Copied
 from tests.core.sealed import sealed
 from tests.job_secret import SECRET
@@ -44,7 +44,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Copier]:
         found.append(Copier(address, holder, others["relays"]))
         return found[-1]
 
-    monkeypatch.setattr(snapshot_copies, "SnapshotCopier", make)
+    monkeypatch.setattr(snapshot_server, "SnapshotCopier", make)
     return found
 
 

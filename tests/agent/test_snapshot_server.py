@@ -20,10 +20,10 @@ import pytest
 from elaswave_plugin.agent import snapshot_server
 from elaswave_plugin.agent.snapshot_server import SnapshotCopier
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.ipc import wire
-from elaswave_plugin.ipc.handshake import Kind
+from elaswave_plugin.ipc.secret import Kind
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
 from elaswave_plugin.ipc.wire import LENGTH, receive_frame, receive_into, send_frame
 from elaswave_plugin.snapshot.fetch import Fetcher

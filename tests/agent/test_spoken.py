@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from elaswave_plugin.agent.peers.spoken_notes import words_of_view
+from elaswave_plugin.agent.peers.job_summary import words_of_view
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.core.agreement.view import MembershipView
 from tests.agent.jobs import Job

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.agent.guarded_trainers import GuardedTrainers
-from elaswave_plugin.agent.starters import ForkServer, Given
+from elaswave_plugin.agent.guarded_trainers import ForkServer, Given, GuardedTrainers
 from elaswave_plugin.ipc.environment import Program
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import encode

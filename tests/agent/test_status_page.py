@@ -14,14 +14,13 @@ from rich.console import Console
 
 from elaswave_plugin.agent.agent import Agent
 from elaswave_plugin.agent.peers.unheard import Silence
-from elaswave_plugin.agent.status_board import StatusBoard
+from elaswave_plugin.agent.trainer_session import StatusBoard
 from elaswave_plugin.cli.status import merge
 from elaswave_plugin.cli.status_screen import draw_nodes, draw_status, draw_workers
-from elaswave_plugin.core.agreement.effects import Ring
 from elaswave_plugin.core.agreement.hang import OUTSIDE, Sample
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.life import Life, Process, Stage
-from elaswave_plugin.core.agreement.messages import Ballot
+from elaswave_plugin.core.agreement.messages import Ballot, Ring
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import first_view
 from elaswave_plugin.core.codec import to_json

@@ -16,13 +16,11 @@ from elaswave_plugin.communicator.links.frames import FrameHeader, Hello
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.errors import LinkError
-from elaswave_plugin.ipc import strangers
+from elaswave_plugin.ipc import secret
 from elaswave_plugin.ipc.frames import Beat, FromPeer
-from elaswave_plugin.ipc.handshake import Dialling, Kind
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.requests import request
-from elaswave_plugin.ipc.secret import Secret
-from elaswave_plugin.ipc.strangers import Strangers
+from elaswave_plugin.ipc.secret import Dialling, Kind, Secret, Strangers
 from elaswave_plugin.ipc.wire import LENGTH, Channel, FrameBuffer, receive_frame, send_frame
 from tests.agent.serving import SlotStore
 from tests.core.sealed import sealed
@@ -101,7 +99,7 @@ def test_a_full_house_of_silent_strangers_keeps_nobody_of_the_job_out(
     for _ in range(20):
         assert request(server.address, {"t": "ask"}, LONG_S, SECRET) == {"t": "told"}
     assert ends(silent[0])
-    until(lambda: len(server._strangers) <= strangers.MOST)
+    until(lambda: len(server._strangers) <= secret.MOST)
     for sock in silent:
         sock.close()
     until(lambda: len(server._strangers) == 0)

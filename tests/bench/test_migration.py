@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.contiguous import ContiguousPlan, Stages
 from benchmarks.migration import WAYS, check_options, main
 from benchmarks.migration_worker import Move, sealed_by_stage
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import ShardCut
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.errors import ConfigurationError
 from tests.core.sealed import sealed

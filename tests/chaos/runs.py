@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.cli.requests import drain_worker
-from elaswave_plugin.cli.status import addresses_in
+from elaswave_plugin.cli.status import addresses_in, drain_worker
 from elaswave_plugin.tracking.events import EVENTS_FILE, Tail
 from tests.chaos.draws import Scenario, undisturbed
 from tests.chaos.twins import ranks_by_step, twin_of

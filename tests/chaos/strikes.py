@@ -19,8 +19,7 @@ import psutil
 from elaswave_plugin.config import RECOVERY_PHASES
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.recovery.faults import strike
-from elaswave_plugin.recovery.phases import Phases
+from elaswave_plugin.recovery.phases import Phases, strike
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.events import read_lines

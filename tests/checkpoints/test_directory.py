@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER, read_directory
+from elaswave_plugin.checkpoints.directory import (
+    MEGATRON_TRACKER,
+    check_loadable,
+    list_checkpoints,
+    read_directory,
+)
 from elaswave_plugin.checkpoints.draft import (
     Attempt,
     begin_draft,
@@ -18,8 +23,6 @@ from elaswave_plugin.checkpoints.draft import (
     publish,
 )
 from elaswave_plugin.checkpoints.failures import storage_failure
-from elaswave_plugin.checkpoints.listing import list_checkpoints
-from elaswave_plugin.checkpoints.loading import check_loadable
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.errors import CheckpointUnreadableError, ConfigurationError
 

@@ -11,8 +11,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from elaswave_plugin.checkpoints.archives import archive_flaw, outline
-from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER, MEGATRON_TRACKER
-from elaswave_plugin.checkpoints.loading import check_loadable
+from elaswave_plugin.checkpoints.directory import (
+    DEEPSPEED_TRACKER,
+    MEGATRON_TRACKER,
+    check_loadable,
+)
 from elaswave_plugin.errors import CheckpointUnreadableError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.cli.bash_words import UNKNOWN, training_command
+from elaswave_plugin.cli.launch_files import UNKNOWN, training_command
 
 VARIABLES = """
 GPUS=8

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
-from elaswave_plugin.communicator.device.communicator import Inner
-from elaswave_plugin.communicator.device.link_store import LinkStore
-from elaswave_plugin.communicator.device.ordered_kernel import combine_in_a_loop
+from elaswave_plugin.communicator.device.communicator import Inner, LinkStore
+from elaswave_plugin.communicator.device.ordered_sums import combine_in_a_loop
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable

@@ -1,6 +1,6 @@
 """The native calls that a worker has entered, as its progress page tells them."""
 
-from elaswave_plugin.communicator.device.entered import Entered
+from elaswave_plugin.communicator.device.engine import Entered
 from elaswave_plugin.ipc.progress_page import MOST_ENTERED, ProgressPage
 
 PAIR = (3, 5)

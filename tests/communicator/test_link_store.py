@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elaswave_plugin.communicator.device.link_store import LinkStore
+from elaswave_plugin.communicator.device.communicator import LinkStore
 from elaswave_plugin.errors import ConfigurationError, EpochChanged, LinkError
 from tests.communicator.forked import Peer, Workers
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elaswave_plugin.communicator.groups.algorithms import receive, send
-from elaswave_plugin.communicator.links import link_table, listeners
+from elaswave_plugin.communicator.links import connections, link_table
 from elaswave_plugin.communicator.links.connection import Connection, State
 from elaswave_plugin.communicator.links.frames import (
     HEADER_BYTES,
@@ -23,8 +23,8 @@ from elaswave_plugin.communicator.links.frames import (
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.ipc.handshake import Dialling
-from elaswave_plugin.ipc.handshake import Kind as Purpose
+from elaswave_plugin.ipc.secret import Dialling
+from elaswave_plugin.ipc.secret import Kind as Purpose
 from tests.communicator.forked import connected
 from tests.job_secret import SECRET, dialled
 
@@ -89,7 +89,7 @@ def test_a_unix_socket_on_one_host_and_tcp_otherwise(
 ) -> None:
     tables = LinkTable(0, hosts[0], secret=SECRET), LinkTable(1, hosts[1], secret=SECRET)
     if not near_open:
-        monkeypatch.setattr(listeners, "_name", lambda address: f"\0nobody at {address}")
+        monkeypatch.setattr(connections, "_name", lambda address: f"\0nobody at {address}")
     _open(tables, 1)
     data = os.urandom(size)
     got, into = _receive(tables[1], size)

@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from elaswave_plugin.communicator.device import nccl
 from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
-from elaswave_plugin.communicator.device.ordered_kernel import combine_in_a_loop
-from elaswave_plugin.communicator.groups import tagged
+from elaswave_plugin.communicator.device.ordered_sums import combine_in_a_loop
+from elaswave_plugin.communicator.groups import group_calls
 from elaswave_plugin.communicator.groups.group_calls import ElasticProcessGroup
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
@@ -189,11 +189,12 @@ def _by_tag(peer: Peer) -> None:
     spaces = {tag: torch.zeros(tag) for tag in (1, 2, 3)}
     # Everybody takes before it sends, and in another order than the other one sends.
     arriving = [
-        tagged.receive(spaces[tag], world, rank=other, tag=tag)
+        group_calls.receive(spaces[tag], world, rank=other, tag=tag)
         for tag in (sorted(spaces) if peer.slot else (3, 1, 2))
     ]
     sent = [
-        tagged.send(torch.full((tag,), float(tag)), world, rank=other, tag=tag) for tag in (2, 3, 1)
+        group_calls.send(torch.full((tag,), float(tag)), world, rank=other, tag=tag)
+        for tag in (2, 3, 1)
     ]
     assert all(torch.all(one.wait() == len(one.wait())) for one in arriving)
     for work in sent:

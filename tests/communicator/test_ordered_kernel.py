@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from elaswave_plugin.communicator.device.ordered_kernel import (
+from elaswave_plugin.communicator.device.ordered_sums import (
     PLACES,
     SOURCE,
     THREADS,

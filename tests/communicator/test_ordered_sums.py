@@ -13,8 +13,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from elaswave_plugin.communicator.device import communicator, nccl, ordered_sums
-from elaswave_plugin.communicator.device.calls import DeviceProcessGroup
-from elaswave_plugin.communicator.device.ordered_calls import OrderedProcessGroup
+from elaswave_plugin.communicator.device.calls import DeviceProcessGroup, OrderedProcessGroup
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.process_group import GroupTable
 from elaswave_plugin.errors import ConfigurationError, EpochChanged

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.communicator.groups.trees import TREE_ABOVE
+from elaswave_plugin.communicator.groups.algorithms import TREE_ABOVE
 from tests.communicator.forked import Peer, connected, run
 from tests.communicator.test_process_group import same_bits, sample
 

@@ -12,7 +12,7 @@ import elaswave_plugin
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.config import Change, ElasticConfig, from_section
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.recovery.given_settings import check_given
+from elaswave_plugin.recovery.worker import check_given
 
 KEYS = (
     "activation_room",

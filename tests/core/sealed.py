@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 
 
 def sealed(owner: int, step: int, epoch: int = 1, **more: Any) -> SealedShard:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from elaswave_plugin.core.agreement.alike import failed_alike
 from elaswave_plugin.core.agreement.messages import Raised, Report
+from elaswave_plugin.core.agreement.next_view import failed_alike
 from elaswave_plugin.core.agreement.view import FailureEvent, first_view, next_view
 from elaswave_plugin.core.layout.layout import ParallelLayout, TpGroup
 

@@ -4,8 +4,15 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.agreement.all_wait import STEADY_S, AllWait, Said, all_wait
-from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, Sample
+from elaswave_plugin.core.agreement.hang import (
+    COMMIT,
+    NOBODY,
+    STEADY_S,
+    AllWait,
+    Said,
+    Sample,
+    all_wait,
+)
 
 
 def page(slot: int, stalled_s: float, waits_for: int = NOBODY, **more: Any) -> Sample:

@@ -1,9 +1,8 @@
 """The promises that a new leader is given, and the view that it builds on."""
 
-from elaswave_plugin.core.agreement.effects import Send
-from elaswave_plugin.core.agreement.election import outcome_of
+from elaswave_plugin.core.agreement.candidate import outcome_of
 from elaswave_plugin.core.agreement.leader import Agreement
-from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Promise, Welcome
+from elaswave_plugin.core.agreement.messages import Ballot, Prepare, Promise, Send, Welcome
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.core.agreement.view import MembershipView, WorkerId, first_view
 

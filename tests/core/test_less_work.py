@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.layout.layout import launch_layout
+from elaswave_plugin.core.planner.costs import StateBytes, deal_within
 from elaswave_plugin.core.planner.less_work import less_work
-from elaswave_plugin.core.planner.memory import StateBytes, deal_within
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, GridPlacement
 from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacement

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import copy_targets, make_plan, restore_point
 from elaswave_plugin.core.step.dataflow import deal

@@ -20,9 +20,8 @@ from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan, plan_split
 from elaswave_plugin.core.planner.microbatch_split import redeal, resize
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, StepWork
-from elaswave_plugin.core.planner.rules import PlanRules
+from elaswave_plugin.core.planner.search import PlanRules, width_candidates, width_moves
 from elaswave_plugin.core.planner.slot_time import Flow, fluid_seconds, slot_flow
-from elaswave_plugin.core.planner.width_moves import width_candidates, width_moves
 from elaswave_plugin.core.step.dataflow import deal
 from elaswave_plugin.core.step.schedule import peak_in_flight, window_sizes
 from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from elaswave_plugin.core.layout.layout import launch_layout
-from elaswave_plugin.core.planner.rules import PlanRules
+from elaswave_plugin.core.planner.search import PlanRules
 from tests.core.test_planner_joint import plan_for
 
 

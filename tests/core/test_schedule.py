@@ -4,7 +4,13 @@ import random
 
 import pytest
 
-from elaswave_plugin.core.planner.greedy import greedy_graph, greedy_lists, greedy_step
+from elaswave_plugin.core.planner.greedy import (
+    greedy_graph,
+    greedy_lists,
+    greedy_step,
+    split_step,
+    with_weights_in_bubbles,
+)
 from elaswave_plugin.core.planner.microbatch_split import (
     MicrobatchSplit,
     redeal,
@@ -12,7 +18,6 @@ from elaswave_plugin.core.planner.microbatch_split import (
     resize,
 )
 from elaswave_plugin.core.planner.slot_time import slot_flow
-from elaswave_plugin.core.planner.weight_placement import split_step, with_weights_in_bubbles
 from elaswave_plugin.core.step.schedule import (
     BACKWARD,
     WEIGHTS,

@@ -25,8 +25,7 @@ from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.slot_time import slot_flow
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, GridPlacement
-from elaswave_plugin.core.step.dataflow import Dataflow, deal, share
-from elaswave_plugin.core.step.fair_shares import fair_counts, slowest_seconds
+from elaswave_plugin.core.step.dataflow import Dataflow, deal, fair_counts, share, slowest_seconds
 from elaswave_plugin.core.step.schedule import Piece, window_lists
 from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.planner.costs import StateBytes, within_memory
 from elaswave_plugin.core.planner.layer_times import HELD, LAYER, LayerTimes, PassTimes, agreed
-from elaswave_plugin.core.planner.memory import StateBytes, within_memory
 from elaswave_plugin.core.planner.pipeline_flow import (
     PipelineFlow,
     SplitBackward,

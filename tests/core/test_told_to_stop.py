@@ -1,8 +1,7 @@
 """A node that another leader tells to stop says so; only its own leader's word counts."""
 
-from elaswave_plugin.core.agreement.effects import Note, Over
 from elaswave_plugin.core.agreement.leader import Agreement
-from elaswave_plugin.core.agreement.messages import Stop
+from elaswave_plugin.core.agreement.messages import Note, Over, Stop
 from elaswave_plugin.core.agreement.timeouts import Timeouts
 from elaswave_plugin.errors import EXIT_FAILED, EXIT_LEFT_OUT
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from elaswave_plugin.core.agreement.payload import Payload, pack_payload, read_payload
+from elaswave_plugin.core.agreement.messages import Payload, pack_payload, read_payload
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json, to_json
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
 from elaswave_plugin.core.layout.worker_facts import (

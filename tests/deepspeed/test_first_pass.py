@@ -51,7 +51,7 @@ EngineJob._attached, parameter_offload.register_external_parameter = keep, found
 LEARNS_NOTHING = """
 import os
 from elaswave_plugin.adapters.deepspeed.zero import zero3
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 if os.environ["ELASWAVE_INCARNATION"] != "0":
     zero3.agree_on_external = lambda model: gathered([])
 """

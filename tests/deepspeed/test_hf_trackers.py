@@ -18,7 +18,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer import trackers
 from elaswave_plugin.adapters.deepspeed.hf_trainer.trackers import Trackers
 from elaswave_plugin.config import STEP_PHASES
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.tracking.tensorboard_sink import points_of
+from elaswave_plugin.tracking.sinks import points_of
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.hf_runs import SAVING, spec_of, tapes
 from tests.deepspeed.trainer_matrix import OUTSIDE

@@ -19,8 +19,7 @@ import psutil
 
 from elaswave_plugin.communicator.links.frames import Hello
 from elaswave_plugin.core.codec import to_json
-from elaswave_plugin.ipc.handshake import ANSWER_BYTES, Dialling, Kind
-from elaswave_plugin.ipc.secret import Secret, read_secret, secret_in
+from elaswave_plugin.ipc.secret import ANSWER_BYTES, Dialling, Kind, Secret, read_secret, secret_in
 from elaswave_plugin.ipc.wire import encode
 from elaswave_plugin.tracking.events import EVENTS_FILE, read_lines
 from tests.core.sealed import sealed

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.cli.main import run_command
-from elaswave_plugin.cli.requests import migrate_layers
-from elaswave_plugin.cli.status import addresses_in, ask_job
+from elaswave_plugin.cli.status import addresses_in, ask_job, migrate_layers
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.address_file import read_addresses
 from elaswave_plugin.observer.run import read_run
@@ -22,13 +21,13 @@ from tests.proofs import Kind, Promise, proves
 # they are let through once an update waits for them.
 DIES = """
 import os, signal, threading
-from elaswave_plugin.snapshot import deferred
+from elaswave_plugin.snapshot import restore
 from elaswave_plugin.recovery.phases import Phases
-Behind, read_parts, enter = deferred.DeferredMoments, deferred.read_parts, Phases.enter
+Behind, read_parts, enter = restore.DeferredMoments, restore.read_parts, Phases.enter
 init, complete = Behind.__init__, Behind.complete
 under_way, awaited = threading.Event(), threading.Event()
 def read_late(plan, parts, access):
-    while plan.epoch == 2 and not awaited.wait(0.005):
+    while plan.epoch == 2 and parts is restore.MOMENTS and not awaited.wait(0.005):
         access.check()
     return read_parts(plan, parts, access)
 def beginning(self, plan, *args, **more):
@@ -44,7 +43,7 @@ def dying(self, phase):
         self._events.emit("killed_behind", slot=self._slot, step=self.step)
         os.kill(os.getpid(), signal.SIGKILL)
     enter(self, phase)
-deferred.read_parts, Phases.enter = read_late, dying
+restore.read_parts, Phases.enter = read_late, dying
 Behind.__init__, Behind.complete = beginning, completing
 """
 # The first chunks of PARTS that worker 0 fetches for view 2 have a bit of each byte wrong, once.
@@ -52,9 +51,7 @@ DAMAGED = "damaged"
 DAMAGES = f"""
 import os, threading
 from pathlib import Path
-from elaswave_plugin.snapshot import deferred
-from elaswave_plugin.snapshot import fetch
-from elaswave_plugin.snapshot import restore
+from elaswave_plugin.snapshot import fetch, restore
 from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES
 read_parts, fetch_now = restore.read_parts, fetch.Fetcher.fetch
 reading, mark = threading.local(), Path(os.environ["ELASWAVE_DIR"]) / "{DAMAGED}"
@@ -70,7 +67,7 @@ def fetch_damaged(self, *, into, owner, step, **more):
     if getattr(reading, "source", False) and len(into) > 4096 and not mark.exists():
         mark.write_text(f"{{owner}} {{step}}")
         into[:] = bytes(byte ^ 1 for byte in into)
-restore.read_parts = deferred.read_parts = read
+restore.read_parts = read
 fetch.Fetcher.fetch = fetch_damaged
 """
 SPEC = replace(PP2_DP2, steps=14, options=(*PP2_DP2.options, "--num-layers=4"))

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from elaswave_plugin.recovery.snapshot_memory import CAPSULE_ROOM_BYTES
+from elaswave_plugin.recovery.state_keeper import CAPSULE_ROOM_BYTES
 from tests.faults.conftest import Launch
 from tests.faults.harness import JobSpec, Outcome, check_survived
 from tests.proofs import Kind, Promise, proves

@@ -12,11 +12,11 @@ from tests.proofs import Kind, Promise, proves
 # No moment arrives before the update waits for it.
 HELD_BACK = """
 import threading
-from elaswave_plugin.snapshot import deferred
-read_parts, complete = deferred.read_parts, deferred.DeferredMoments.complete
+from elaswave_plugin.snapshot import restore
+read_parts, complete = restore.read_parts, restore.DeferredMoments.complete
 awaited = threading.Event()
 def read_late(plan, parts, access):
-    while not awaited.wait(0.005):
+    while parts is restore.MOMENTS and not awaited.wait(0.005):
         access.check()
     return read_parts(plan, parts, access)
 def completing(self):
@@ -25,7 +25,7 @@ def completing(self):
         return complete(self)
     finally:
         awaited.clear()
-deferred.read_parts, deferred.DeferredMoments.complete = read_late, completing
+restore.read_parts, restore.DeferredMoments.complete = read_late, completing
 """
 # What is told of how much slower passes were is not measured by chance.
 SEVENFOLD = """
@@ -42,7 +42,7 @@ FLIP = """
 from elaswave_plugin.core.layout.shards import PARTS
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET
 from elaswave_plugin.snapshot.snapshot_pool import CHUNK_BYTES
-from elaswave_plugin.recovery.snapshot_memory import payload_of
+from elaswave_plugin.recovery.state_keeper import payload_of
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 wait = StateKeeper.await_copies
 def flip(self):

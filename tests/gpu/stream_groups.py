@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave_plugin.communicator.device.communicator import Inner
-from elaswave_plugin.communicator.device.link_store import LinkStore
+from elaswave_plugin.communicator.device.communicator import Inner, LinkStore
 from elaswave_plugin.communicator.device.nccl import NcclGroup
-from elaswave_plugin.communicator.device.ordered_kernel import combine_in_a_loop
+from elaswave_plugin.communicator.device.ordered_sums import combine_in_a_loop
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable
 from tests.gpu import streams

@@ -16,11 +16,10 @@ import torch
 from torch.distributed import AllreduceOptions, BroadcastOptions
 
 from elaswave_plugin.communicator.device import calls, nccl
-from elaswave_plugin.communicator.device.device_work import DeviceWork
+from elaswave_plugin.communicator.device.engine import DeviceWork
 from elaswave_plugin.errors import EpochChanged, SnapshotUnreadableError
-from elaswave_plugin.snapshot import pinned_blocks
-from elaswave_plugin.snapshot.host_copies import HostCopies
-from elaswave_plugin.snapshot.pinned_blocks import PinnedBlocks
+from elaswave_plugin.snapshot import host_copies
+from elaswave_plugin.snapshot.host_copies import HostCopies, PinnedBlocks
 from elaswave_plugin.snapshot.snapshot_pool import SnapshotPool, VerifiedReader, capacity_of
 from tests.gpu import streams
 from tests.gpu.sabotage import sabotage
@@ -304,7 +303,7 @@ def test_a_part_is_in_place_up_to_what_is_told(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[streams.Runtime]:
     """A runtime that pins, in blocks of four pages."""
-    monkeypatch.setattr(pinned_blocks, "BLOCK_BYTES", 16384)
+    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 16384)
     with streams.installed(monkeypatch) as cuda:
         yield cuda.runtime
 
@@ -332,7 +331,7 @@ def test_what_cuda_refuses_stays_as_it_is(
     runtime: streams.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    monkeypatch.setattr(pinned_blocks, "_take_error", lambda: taken.append("error"))
+    monkeypatch.setattr(host_copies, "_take_error", lambda: taken.append("error"))
     runtime.limit_bytes = 20_000
     blocks = PinnedBlocks(memoryview(mmap.mmap(-1, 100_000)))
     for _ in range(2):

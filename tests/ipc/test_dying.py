@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from elaswave_plugin.ipc.dying import dying_by, resident_bytes
+from elaswave_plugin.ipc.process_tree import dying_by, resident_bytes
 
 GIB = 1 << 30
 LIMIT_S = 30.0

@@ -1,7 +1,6 @@
 """A message for many trainers is encoded once, and never taken for another one."""
 
-from elaswave_plugin.core.agreement.effects import Ring
-from elaswave_plugin.core.agreement.messages import Ballot
+from elaswave_plugin.core.agreement.messages import Ballot, Ring
 from elaswave_plugin.ipc.wire import Encoder, encode
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.ipc import handshake
-from elaswave_plugin.ipc.handshake import (
+from elaswave_plugin.ipc import secret
+from elaswave_plugin.ipc.secret import (
     ANSWER_BYTES,
     OPENING_BYTES,
     PROOF_BYTES,
@@ -19,12 +19,12 @@ from elaswave_plugin.ipc.handshake import (
     Dialling,
     HandshakeError,
     Kind,
+    Secret,
     admit,
     asks_for_secret,
     prove,
     secret_at,
 )
-from elaswave_plugin.ipc.secret import Secret
 from tests.idle import within
 from tests.job_secret import SECRET, accepted
 
@@ -86,11 +86,11 @@ def test_a_proof_holds_for_one_connection_of_one_kind_in_one_direction() -> None
 
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "VERSION", 2)
+    monkeypatch.setattr(secret, "VERSION", 2)
     newer = Dialling(SECRET, Kind.SERVER)
     monkeypatch.undo()
     answer = Accepting(SECRET, Kind.SERVER).opened(newer.opening)
-    monkeypatch.setattr(handshake, "VERSION", 2)
+    monkeypatch.setattr(secret, "VERSION", 2)
     with pytest.raises(HandshakeError, match="speaks version 1 of the handshake and this process"):
         newer.answered(answer)
 

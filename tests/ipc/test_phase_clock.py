@@ -13,11 +13,11 @@ from elaswave_plugin.core.agreement.hang import (
     UNKNOWN_LIMIT_S,
     Sample,
 )
-from elaswave_plugin.ipc.phase_clock import PhaseClock
 from elaswave_plugin.ipc.progress_page import (
     ANNOUNCED_LIMIT_S,
     BETWEEN_STEPS,
     SAVE_LIMIT_S,
+    PhaseClock,
     ProgressPage,
 )
 from tests.idle import Clock

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.ipc.process_tree import IN_KERNEL, state_of
-from elaswave_plugin.ipc.process_work import WorkWatch
+from elaswave_plugin.ipc.process_tree import IN_KERNEL, WorkWatch, state_of
 from tests.idle import Deadline
 
 # Longer than between two looks.

@@ -17,12 +17,12 @@ from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
 from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
 from elaswave_plugin.core.agreement.life import Life
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.progress_page import (
     ANNOUNCED_LIMIT_S,
     PROGRESS_FD,
     ProgressPage,
     create_page,
+    lease_clock_s,
     page_of,
 )
 from elaswave_plugin.ipc.reactor import Reactor

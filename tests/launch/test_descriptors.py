@@ -15,11 +15,11 @@ import pytest
 
 from elaswave_plugin.agent.snapshot_server import SnapshotServer, listen_for_data
 from elaswave_plugin.agent.snapshot_store import SnapshotStore
-from elaswave_plugin.communicator.links.listeners import Listeners
-from elaswave_plugin.ipc.handshake import ANSWER_BYTES, Dialling, Kind
+from elaswave_plugin.communicator.links.connections import Listeners
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.secret import ANSWER_BYTES, Dialling, Kind
 from elaswave_plugin.ipc.wire import Channel, receive_frame, send_frame
-from elaswave_plugin.launch.preflight import OWN_DESCRIPTORS
+from elaswave_plugin.launch.options import OWN_DESCRIPTORS
 from tests.agent.jobs import LAUNCH, environment
 from tests.agent.serving import NamedMemory
 from tests.job_secret import SECRET

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from elaswave_plugin.agent.agent_spec import AgentSpec
+from elaswave_plugin.agent.common import AgentSpec
 from elaswave_plugin.agent.peers.rendezvous import RendezvousSpec
 from elaswave_plugin.agent.way_in import (
     Roster,

@@ -3,7 +3,7 @@
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.launch.launcher_names import torchrun_names
+from elaswave_plugin.launch.torchrun import torchrun_names
 
 # The last of five tasks on three nodes.
 STEP = {

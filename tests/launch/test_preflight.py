@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.launch.preflight import open_run_dir
+from elaswave_plugin.launch.options import open_run_dir
 
 
 def _mode(folder: Path) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.agent.peers.job_file import held
+from elaswave_plugin.agent.peers.job_place import held
 from elaswave_plugin.cli.main import run_command
 from elaswave_plugin.core.agreement.founding import LEASE_S, Waiting
 from tests.agent.jobs import TRAINER, Job

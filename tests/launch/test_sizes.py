@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.launch.sizes import fits
+from elaswave_plugin.launch.shared_job import fits
 
 HYBRID = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=2"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.launch.zygote_settings import check_zygote
+from elaswave_plugin.launch.own_zygote import check_zygote
 
 LISTEN = """
 import socket, sys

@@ -1,6 +1,6 @@
 """The returns of workers, from made-up events: which end counts, and whose stand-still."""
 
-from elaswave_plugin.observer.joins import joins_of
+from elaswave_plugin.observer.observer import joins_of
 from tests.observer.made_up import run_of
 
 

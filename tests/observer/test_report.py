@@ -11,8 +11,11 @@ matplotlib = pytest.importorskip("matplotlib")
 
 from elaswave_plugin.cli.main import run_command  # noqa: E402
 from elaswave_plugin.observer import report  # noqa: E402
-from elaswave_plugin.observer.changes import changes_of  # noqa: E402
-from elaswave_plugin.observer.observer import kills_of, losses_of  # noqa: E402
+from elaswave_plugin.observer.observer import (  # noqa: E402
+    changes_of,
+    kills_of,
+    losses_of,
+)
 from elaswave_plugin.observer.run import read_run  # noqa: E402
 from elaswave_plugin.tracking.events import EventLog  # noqa: E402
 from tests.observer.made_up import make_run, run_of  # noqa: E402

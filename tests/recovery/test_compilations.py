@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from elaswave_plugin.ipc.progress_page import COMPILATION, ProgressPage
-from elaswave_plugin.recovery.compilations import Compilations
+from elaswave_plugin.recovery.phases import Compilations
 
 
 def compiled(seen: list[str | None], page: ProgressPage) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from elaswave_plugin.recovery.faults import bytes_in, once_written
+from elaswave_plugin.recovery.phases import bytes_in, once_written
 
 LIMIT_S = 20.0
 

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
-from elaswave_plugin.core.layout.worker_facts import WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import SealedShard, WorkerFacts
 from elaswave_plugin.ipc.snapshot_record import NOTES
-from elaswave_plugin.recovery.notes import Notes
+from elaswave_plugin.recovery.handshake import Notes
 
 Left = tuple[int, int, int]
 

@@ -7,7 +7,7 @@ import pytest
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement
 from elaswave_plugin.core.recovery_plan.replica_placement import ReplicaPlacement
-from elaswave_plugin.recovery.snapshot_memory import CAPSULE_ROOM_BYTES, SnapshotMemory
+from elaswave_plugin.recovery.state_keeper import CAPSULE_ROOM_BYTES, SnapshotMemory
 from elaswave_plugin.snapshot.snapshot_pool import capacity_of, taken_of
 
 # Of a whole model, in elements: shards of up to eight workers are whole numbers of them.

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from elaswave_plugin.rehearsal.files import take_away
+from elaswave_plugin.rehearsal.files import LedSaves, take_away
 from elaswave_plugin.rehearsal.order import RunOrder
-from elaswave_plugin.rehearsal.saves import LedSaves
-from elaswave_plugin.rehearsal.tree import changed, look_at
+from elaswave_plugin.rehearsal.rehearsal import changed, look_at
 
 GUARDED = """
 import sys

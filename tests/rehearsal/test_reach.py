@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave_plugin.rehearsal.reach import Found, attributes, is_own
+from elaswave_plugin.rehearsal.record import Found, attributes, is_own
 
 SCRIPT = """
 import random

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from elaswave_plugin.errors import LinkError
-from elaswave_plugin.snapshot import deferred
-from elaswave_plugin.snapshot.deferred import DeferredMoments
-from elaswave_plugin.snapshot.restore import Access
+from elaswave_plugin.snapshot import restore
+from elaswave_plugin.snapshot.restore import Access, DeferredMoments
 from tests.job_secret import SECRET
 
 
@@ -22,7 +21,7 @@ def test_a_read_that_does_not_heed_that_it_is_dropped_is_said(
         reads.set()
         assert goes_on.wait(10)
 
-    monkeypatch.setattr(deferred, "read_parts", read_stuck)
+    monkeypatch.setattr(restore, "read_parts", read_stuck)
     plan: Any = SimpleNamespace(epoch=3)
     pool: Any = None
     moments = DeferredMoments(

@@ -3,7 +3,7 @@
 import os
 
 from elaswave_plugin.ipc.snapshot_record import NOTES, read_record
-from elaswave_plugin.snapshot.notes_memory import NotesMemory
+from elaswave_plugin.snapshot.snapshot_pool import NotesMemory
 
 
 def test_what_was_left_last_is_whole_while_more_is_left() -> None:

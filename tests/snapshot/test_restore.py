@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
 from elaswave_plugin.core.layout.shards import MOMENTS, WEIGHTS
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.core.recovery_plan.placement import ShardGroup
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan, make_plan
 from elaswave_plugin.core.step.dataflow import deal

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+from elaswave_plugin.core.layout.worker_facts import SealedShard
 from elaswave_plugin.errors import ConfigurationError, SnapshotUnreadableError
 from elaswave_plugin.ipc.snapshot_record import BODY_OFFSET, pack_record
 from elaswave_plugin.snapshot import snapshot_pool

@@ -22,8 +22,7 @@ SCRIPT = ROOT / "examples" / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 
 from elaswave_plugin.communicator.device import nccl  # noqa: E402
-from elaswave_plugin.communicator.device.communicator import Inner  # noqa: E402
-from elaswave_plugin.communicator.device.link_store import LinkStore  # noqa: E402
+from elaswave_plugin.communicator.device.communicator import Inner, LinkStore  # noqa: E402
 from tests.communicator.native_groups import GlooMaker  # noqa: E402
 
 

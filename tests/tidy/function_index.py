@@ -15,10 +15,13 @@ _NAMED = re.compile(r"`(?:([A-Z]\w+)\.)?(\w+)\(\)`")
 def functions_list() -> str:
     """Write the list: each file, with the functions in it that the page names before the index."""
     text = PAGE.read_text("utf-8").partition(f"<!-- {NAME}:")[0]
+    # Journeys have their files beside them.
+    known = set(re.findall(r"\.py:([\w.]+)`", text))
     found: dict[str, list[str]] = {}
     for owner, function in dict.fromkeys(_NAMED.findall(text)):
-        for path in files_of(owner, function):
-            found.setdefault(path, []).append(f"{owner}.{function}()" if owner else f"{function}()")
+        name = f"{owner}.{function}" if owner else function
+        for path in [] if name in known else files_of(owner, function):
+            found.setdefault(path, []).append(f"{name}()")
     named = ((path, ", ".join(f"`{one}`" for one in found[path])) for path in sorted(found))
     return "\n".join(f"- `{path}`: {functions}" for path, functions in named)
 

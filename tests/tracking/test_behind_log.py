@@ -5,8 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from elaswave_plugin.tracking.async_log import AsyncLog
-from elaswave_plugin.tracking.events import read_lines
+from elaswave_plugin.tracking.events import AsyncLog, read_lines
 from tests.idle import Deadline, within
 
 LINES = 3000

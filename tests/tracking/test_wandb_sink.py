@@ -91,13 +91,13 @@ def test_wandb_run_survives_the_kill_of_its_owner_and_nothing_stays_behind(tmp_p
     ],
 )
 def test_wandb_mode_is_online_only_with_a_key(mode: Any, environment: Any, chosen: str) -> None:
-    from elaswave_plugin.tracking.wandb_sink import chosen_mode
+    from elaswave_plugin.tracking.sinks import chosen_mode
 
     assert chosen_mode(mode, environment) == chosen
 
 
 def test_wandb_key_in_netrc_is_found(tmp_path: Path) -> None:
-    from elaswave_plugin.tracking.wandb_sink import has_key
+    from elaswave_plugin.tracking.sinks import has_key
 
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert has_key({"HOME": str(tmp_path)})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave_plugin.trainer.few_warnings import MOST_LINES
+from elaswave_plugin.trainer.script_run import MOST_LINES
 from tests.agent.jobs import TRAINER, Job, environment
 
 NOISY = """

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from elaswave_plugin.errors import JobStopped
-from elaswave_plugin.trainer import lease
+from elaswave_plugin.trainer import signals
 
 
 class Page:
@@ -30,12 +30,12 @@ class Page:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits, which take no time."""
     found: list[float] = []
-    monkeypatch.setattr(lease.time, "sleep", found.append)
+    monkeypatch.setattr(signals.time, "sleep", found.append)
     return found
 
 
 def wait_for(page: Page) -> None:
-    lease.await_lease(cast("Any", page))
+    signals.await_lease(cast("Any", page))
 
 
 def test_it_goes_on_once_it_may(slept: list[float]) -> None:
@@ -46,14 +46,14 @@ def test_it_goes_on_once_it_may(slept: list[float]) -> None:
 def test_a_silent_agent_is_not_waited_for_for_good(slept: list[float]) -> None:
     with pytest.raises(JobStopped, match="has been silent for 600 s"):
         wait_for(Page(float("inf")))
-    assert sum(slept) == pytest.approx(lease._SILENT_LIMIT_S, abs=0.1)
+    assert sum(slept) == pytest.approx(signals._SILENT_LIMIT_S, abs=0.1)
 
 
 def test_an_agent_that_lives_and_has_nothing_to_lend_is_waited_for(slept: list[float]) -> None:
     """The job's own lease cannot be renewed, say."""
-    looks = int(2 * lease._SILENT_LIMIT_S / lease._LOOK_EVERY_S)
+    looks = int(2 * signals._SILENT_LIMIT_S / signals._LOOK_EVERY_S)
     wait_for(Page(looks, speaks=True))
-    assert sum(slept) > lease._SILENT_LIMIT_S
+    assert sum(slept) > signals._SILENT_LIMIT_S
 
 
 def test_what_the_check_says_comes_first(slept: list[float]) -> None:
@@ -61,5 +61,5 @@ def test_what_the_check_says_comes_first(slept: list[float]) -> None:
         raise JobStopped("the job is over")
 
     with pytest.raises(JobStopped, match="the job is over"):
-        lease.await_lease(cast("Any", Page(1)), check)
+        signals.await_lease(cast("Any", Page(1)), check)
     assert not slept

@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from elaswave_plugin.core.agreement.effects import Deliver
-from elaswave_plugin.core.agreement.messages import Ballot, Committed, Proposal
-from elaswave_plugin.core.agreement.payload import pack_payload
+from elaswave_plugin.core.agreement.messages import (
+    Ballot,
+    Committed,
+    Deliver,
+    Proposal,
+    pack_payload,
+)
 from elaswave_plugin.core.agreement.view import FailureEvent, MembershipView, first_view, next_view
 from elaswave_plugin.core.codec import to_json
 from elaswave_plugin.core.layout.worker_facts import WorkerFacts
-from elaswave_plugin.errors import (
-    AgreementError,
-    ConfigurationError,
-    EpochChanged,
-    JobStopped,
-)
+from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.ipc.wire import encode, receive_frame, send_frame
 from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.errors import ConfigurationError, UnreadableValueError
-from elaswave_plugin.step_state.hand_over import receive, send
-from elaswave_plugin.values import gathered as module
+from elaswave_plugin.step_state.moved_state import receive, send
 from elaswave_plugin.values import plain
-from elaswave_plugin.values.gathered import gathered, told_by
+from elaswave_plugin.values import plain as module
+from elaswave_plugin.values.plain import gathered, told_by
 from tests.communicator.forked import Peer, run
 
 WORLD = 3

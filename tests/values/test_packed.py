@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elaswave_plugin.errors import UnreadableValueError
-from elaswave_plugin.values.packed import packed, unpacked
+from elaswave_plugin.values.plain import packed, unpacked
 
 
 def test_a_value_with_tensors_comes_back() -> None:

@@ -5,8 +5,7 @@ import torch
 
 from elaswave_plugin.communicator.links.buffers import flat_bytes
 from elaswave_plugin.step_state.step_state import digest_of
-from elaswave_plugin.values.plain import decode, encode
-from elaswave_plugin.values.rows import row_of
+from elaswave_plugin.values.plain import decode, encode, row_of
 
 SCALAR = torch.tensor(3.5)
 

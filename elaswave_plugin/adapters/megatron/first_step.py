@@ -26,7 +26,7 @@ from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 from elaswave_plugin.values.set_within import set_within
 
 # The losses that this worker reports, by their number in the step.

@@ -12,7 +12,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from elaswave_plugin.adapters.evaluation_passes import watch_evaluation
 from elaswave_plugin.adapters.megatron.compat.versions import ask_again
 from elaswave_plugin.adapters.megatron.state import (
     buffers,
@@ -31,6 +30,7 @@ from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
+from elaswave_plugin.adapters.pass_hooks import watch_evaluation
 from elaswave_plugin.around import around
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan

@@ -18,14 +18,14 @@ from elaswave_plugin.adapters.megatron.sums.tied_embeddings import TiedWeight, f
 from elaswave_plugin.adapters.megatron.unsupported import check_grid, why_whole_pieces
 from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
+from elaswave_plugin.core.planner.costs import StateBytes, within_memory
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.memory import StateBytes, within_memory
 from elaswave_plugin.core.planner.pipeline_flow import SplitBackward, flow_of, level_layers
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.clocks import clocks_for
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 
 class Stage(NamedTuple):

@@ -24,8 +24,7 @@ from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered, told_by
-from elaswave_plugin.values.plain import decode, encode
+from elaswave_plugin.values.plain import decode, encode, gathered, told_by
 
 # The batches of one worker's call, one a micro-batch.
 Batches = list[bytes]

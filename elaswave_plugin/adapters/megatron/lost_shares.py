@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from torch.utils import _pytree
 
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 
 class LostShares:

@@ -25,7 +25,7 @@ from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.adapters.megatron.sums.tied_embeddings import TiedWeight
 from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
-from elaswave_plugin.core.planner.memory import deal_within
+from elaswave_plugin.core.planner.costs import deal_within
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.planner.redo_flow import redo_flow
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement

@@ -9,7 +9,7 @@ from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 
 class OwnNumbers:

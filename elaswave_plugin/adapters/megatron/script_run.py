@@ -11,9 +11,8 @@ import torch.distributed as dist
 from elaswave_plugin.ipc.progress_page import phase
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.only_said import only_said
-from elaswave_plugin.tracking.wandb_files import history_rows
-from elaswave_plugin.tracking.wandb_sink import FLUSH_INTERVAL_S
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.tracking.sinks import FLUSH_INTERVAL_S, history_rows
+from elaswave_plugin.values.plain import gathered
 
 _SILENT = "the W&B run of the script is silent from here on"
 

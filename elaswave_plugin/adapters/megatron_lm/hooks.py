@@ -29,8 +29,7 @@ from elaswave_plugin.adapters.megatron_lm.script_arguments import (
     settings_for,
 )
 from elaswave_plugin.around import around
-from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER
-from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
+from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER, check_everywhere, check_loadable
 from elaswave_plugin.command_line import from_namespace
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.errors import EpochChanged

@@ -56,7 +56,7 @@ from elaswave_plugin.framework import StepReport
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loops.call_log import CallLog
 from elaswave_plugin.loops.guarded_steps import GuardedSteps
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 Result = TypeVar("Result")
 Loader = MicrobatchLoader | ExternalLoader

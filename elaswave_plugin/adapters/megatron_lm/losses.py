@@ -10,7 +10,7 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.megatron.microbatches import Microbatches
 from elaswave_plugin.core.step.sum_order import replica_microbatches
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 Report = Mapping[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.core.step.sum_order import replica_microbatches
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # By tp position and micro-batch: float32 of shape [layers].
 Rows = dict[tuple[int, int], torch.Tensor]

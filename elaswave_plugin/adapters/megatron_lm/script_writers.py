@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
+from elaswave_plugin.tracking.sinks import flush_early
 from elaswave_plugin.tracking.tracker import numbers_of
-from elaswave_plugin.tracking.wandb_sink import flush_early
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.step_state.hand_over import receive, send
+from elaswave_plugin.step_state.moved_state import receive, send
 
 
 def share_batches(

@@ -1,7 +1,5 @@
 """The listener of a meeting: hears all callers at the same time, and lets in those of the job."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket
@@ -12,16 +10,17 @@ from typing import Any
 
 from elaswave_plugin.errors import AgreementError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.handshake import (
+from elaswave_plugin.ipc.secret import (
     OPENING_BYTES,
     PROOF_BYTES,
+    SECRET_FILE,
     Accepting,
     HandshakeError,
     Kind,
+    Secret,
+    Strangers,
     asks_for_secret,
 )
-from elaswave_plugin.ipc.secret import SECRET_FILE, Secret
-from elaswave_plugin.ipc.strangers import Strangers
 from elaswave_plugin.ipc.wire import FrameBuffer, send_frame
 
 # The greeting of an agent has less; it describes one process.
@@ -164,7 +163,7 @@ class Arrivals:
         self.strangers.is_known(sock)
         sock.close()
 
-    def __enter__(self) -> Arrivals:
+    def __enter__(self) -> "Arrivals":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

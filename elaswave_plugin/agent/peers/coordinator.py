@@ -1,47 +1,32 @@
 """Carries out what the agreement decides: links to other agents, heartbeats, leases, deadlines."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from elaswave_plugin.agent.peers.hang_watch import HangWatch
+from elaswave_plugin.agent.peers.hang_watch import HangWatch, Trainers, WaitWatch
 from elaswave_plugin.agent.peers.job_lease import JobLease
-from elaswave_plugin.agent.peers.job_summary import Changes
+from elaswave_plugin.agent.peers.job_summary import Changes, words_of, words_of_view
 from elaswave_plugin.agent.peers.links import Links
-from elaswave_plugin.agent.peers.reach import Reach
-from elaswave_plugin.agent.peers.resent import Resent
-from elaswave_plugin.agent.peers.spoken_notes import words_of, words_of_view
-from elaswave_plugin.agent.peers.unheard import Unheard
-from elaswave_plugin.agent.peers.wait_watch import WaitWatch
-from elaswave_plugin.core.agreement.effects import (
-    Deliver,
-    Disconnect,
-    Dismiss,
-    Effect,
-    Fence,
-    Note,
-    Over,
-    Ring,
-    Seated,
-    Send,
-    Vacated,
-)
-from elaswave_plugin.core.agreement.hang import Sample
+from elaswave_plugin.agent.peers.unheard import Reach, Resent, Unheard
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.lease import Lease
-from elaswave_plugin.core.agreement.messages import Message
+from elaswave_plugin.core.agreement.messages import (
+    Disconnect,
+    Effect,
+    Message,
+    Note,
+    Send,
+)
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.reporter import FIRST_NODES
 from elaswave_plugin.core.agreement.timeouts import Heartbeat
-from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.codec import UnreadableMessageError, from_json
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Beat, FromPeer, Goodbye
-from elaswave_plugin.ipc.lease_clock import lease_clock_s
 from elaswave_plugin.ipc.peer import Peer
+from elaswave_plugin.ipc.progress_page import lease_clock_s
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.wire import Encoder, Frame
@@ -56,28 +41,14 @@ AGENT_GRACE_S = 1.0
 """For so long a node whose link broke is dialled all the time: its next agent is about to come."""
 
 
-class TrainerSide(Protocol):
-    """The operations that the coordinator asks of the agent around it."""
+class TrainerSide(Trainers, Protocol):
+    """The agent around the coordinator, with what that asks of it."""
 
-    def ring(self, ring: Ring) -> None: ...
+    def started(self) -> None:
+        """Every worker of the job has sealed its first snapshot."""
 
-    def deliver(self, news: Deliver) -> None: ...
-
-    def started(self) -> None: ...
-
-    def dismiss(self, slot: int) -> None: ...
-
-    def fence(self, slot: int, evidence: str) -> None: ...
-
-    def seat(self, worker: WorkerId) -> None: ...
-
-    def vacated(self, slot: int) -> None: ...
-
-    def progress(self, awake_s: float) -> list[Sample]: ...
-
-    def lend(self, until_s: float) -> None: ...
-
-    def end(self, reason: str, exit_code: int) -> None: ...
+    def lend(self, until_s: float) -> None:
+        """The trainers may act for the job until then, by the clock of leases."""
 
 
 class Coordinator:
@@ -269,9 +240,6 @@ class Coordinator:
         nodes = {*agreement.committed.nodes} - {self.own.node}
         return {node: agreement.addresses[node] for node in nodes if agreement.nodes.lives(node)}
 
-    def _lose(self, node: int, evidence: str) -> None:
-        self.agreement.lost(node, evidence)
-
     def _lose_who_is_needed(self) -> None:
         """A node that is gone is a loss where one end leads; elsewhere it may be the link alone.
 
@@ -284,32 +252,20 @@ class Coordinator:
             if leader != self.own.node and leader not in self._gone:
                 return
             for node in list(self._gone) if leader == self.own.node else [leader]:
-                self._lose(node, self._gone.pop(node))
+                self.agreement.lost(node, self._gone.pop(node))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Send():
                 self._send(effect.to, effect.message)
-            case Ring():
-                self._trainer_side.ring(effect)
-            case Deliver():
-                self._trainer_side.deliver(effect)
-            case Dismiss():
-                self._trainer_side.dismiss(effect.slot)
-            case Fence():
-                self._trainer_side.fence(effect.slot, effect.evidence)
-            case Seated():
-                self._trainer_side.seat(effect.worker)
-            case Vacated():
-                self._trainer_side.vacated(effect.slot)
             case Disconnect():
                 self._gone.pop(effect.node, None)
                 self._links.close(effect.node)
                 self._heard_s.pop(effect.node, None)
-            case Over():
-                self._trainer_side.end(effect.reason, effect.exit_code)
             case Note():
                 self._record(effect)
+            case _:
+                self._trainer_side.carry_out(effect)
 
     def _send(self, to: int, message: Message) -> None:
         channel = self._links.channels.get(to)
@@ -401,7 +357,7 @@ class Coordinator:
                 limit_s = self._resent.limit_s(node, channel.answers, now_s=now_s)
             if now_s - at_s > limit_s:
                 at = self.agreement.addresses[node]
-                self._lose(node, f"its agent at {at} was silent for {limit_s:g} s")
+                self.agreement.lost(node, f"its agent at {at} was silent for {limit_s:g} s")
 
     def _silences(self) -> dict[int, float]:
         """Return how long the machines of other agents have answered nothing."""

@@ -2,32 +2,98 @@
 
 The beats carry it. Each agent tells the leader which of its trainers stand still and which worker
 each waits for; the leader tells each agent which workers wait for its trainers. That agent decides,
-since it alone sees the pages of its trainers as they are now.
+since it alone sees the pages of its trainers as they are now. Before anything counts as a hang, the
+leader says which worker all others wait for, for how long, and where that one is.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from threading import Thread
 from typing import Protocol
 
 from elaswave_plugin.core.agreement.hang import (
     STOPPED_LIMIT_S,
+    AllWait,
+    Said,
     Sample,
     Waiting,
+    all_wait,
     limit_of,
     verdict,
     who_waits,
     with_native_waits,
 )
 from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.messages import Fence, Order
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.frames import Beat
 from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS
 from elaswave_plugin.ipc.reactor import Reactor
+from elaswave_plugin.ipc.requests import request
+from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.tracking.events import EventLog
+
+_ASK_S = 8.0
+_MOST_NAMED = 4
+
+
+class WaitWatch:
+    """Says which worker all others wait for; only an agent that leads hears of all workers.
+
+    The awaited worker's own agent knows where in its program that is. It is asked in a thread,
+    since that takes long.
+    """
+
+    def __init__(self, agreement: Agreement, events: EventLog, secret: Secret) -> None:
+        self._agreement = agreement
+        self._events = events
+        self._secret = secret
+        self._said = Said()
+
+    def look(self, pages: Mapping[int, Sample]) -> None:
+        """Say it where it is due; ``pages``: those of the workers that stand still."""
+        view = self._agreement.committed
+        members = dict(zip(view.ranks, view.incarnations, strict=True))
+        samples = {
+            slot: page for slot, page in pages.items() if members.get(slot) == page.incarnation
+        }
+        found = all_wait(members, samples)
+        if self._said.is_due(found, time.monotonic()):
+            assert found is not None
+            address = self._agreement.addresses[self._node_of(found.late[0])]
+            what = self._described(found, samples.get(found.late[0]))
+            ask = Thread(target=self._tell, args=(found, address, what), name="where", daemon=True)
+            ask.start()
+
+    def _node_of(self, slot: int) -> int:
+        return self._agreement.nodes.of_slots[slot]
+
+    def _described(self, found: AllWait, page: Sample | None) -> str:
+        nodes = [f"{slot} (node {self._node_of(slot)})" for slot in found.late[:_MOST_NAMED]]
+        more = len(found.late) - len(nodes)
+        who = f"worker{'s' if len(found.late) > 1 else ''} {', '.join(nodes)}"
+        who += f" and {more} more" if more else ""
+        if page is None and not self._agreement.committed.epoch:
+            where = "not attached yet"
+        elif page is None:
+            where = "at work"
+        elif not self._agreement.started and page.phase == BETWEEN_STEPS:
+            where = "before the first step"
+        else:
+            where = f"{page.phase} of step {page.step}"
+        return f"all others wait for {who}, for {found.waited_s:.0f} s: {where}"
+
+    def _tell(self, found: AllWait, address: str, what: str) -> None:
+        try:
+            asked = {"t": "where", "slot": found.late[0]}
+            line = request(address, asked, _ASK_S, self._secret)["line"]
+        except OSError:
+            line = None
+        say(what if line is None else f"{what}, in {line}")
+        self._events.emit("all_wait", slots=list(found.late), waited_s=found.waited_s, line=line)
+
 
 _SHORTEST_PAUSE_S = 0.05
 # A page that has not changed for this part of the time between beats is worth telling.
@@ -37,11 +103,13 @@ _BEATS_VALID = 3
 
 
 class Trainers(Protocol):
-    """The operations that the watch asks of the agent."""
+    """The trainers of this node."""
 
-    def progress(self, awake_s: float) -> list[Sample]: ...
+    def progress(self, awake_s: float) -> list[Sample]:
+        """Return how far those are that work; time before ``awake_s`` does not count."""
 
-    def fence(self, slot: int, evidence: str) -> None: ...
+    def carry_out(self, order: Order) -> None:
+        """Do what the agreement orders."""
 
 
 class HangWatch:
@@ -179,11 +247,11 @@ class HangWatch:
         is_late = (own.stopped_s or 0.0) >= STOPPED_LIMIT_S and self._agreement.started
         if is_late and own.incarnation and not self._is_fenced(own):
             self._found(own, Waiting())
-            self._trainers.fence(
-                own.slot,
+            why = (
                 f"stopped by a signal for {own.stopped_s:.1f} s (limit {STOPPED_LIMIT_S:g} s)"
-                " before it entered the job",
+                " before it entered the job"
             )
+            self._trainers.carry_out(Fence(slot=own.slot, evidence=why))
 
     def _judge(self, own: Sample, found: Sequence[Sample]) -> None:
         """Decide on a trainer that is late; ``found``: all of this node."""
@@ -203,7 +271,7 @@ class HangWatch:
             # Work that only some ask for: the next one to do so would be at fault, too.
             self._agreement.abandon(f"worker {own.slot}: {evidence}", EXIT_CONFIGURATION)
         else:
-            self._trainers.fence(own.slot, evidence)
+            self._trainers.carry_out(Fence(slot=own.slot, evidence=evidence))
 
     def _found(self, own: Sample, waiting: Waiting) -> None:
         self._fenced[own.slot] = own.incarnation

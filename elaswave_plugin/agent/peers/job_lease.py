@@ -4,8 +4,6 @@ Where it cannot be renewed, the trainers wait; where another life of the job has
 this one is over. A thread of its own, as the file system may stand still.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from elaswave_plugin.agent.peers.job_place import Lease
 from elaswave_plugin.core.agreement.founding import LEASE_S
 from elaswave_plugin.core.agreement.lease import DRIFT
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.lease_clock import lease_clock_s
+from elaswave_plugin.ipc.progress_page import lease_clock_s
 from elaswave_plugin.ipc.reactor import Reactor
 
 _EVERY_S = 2.0

@@ -6,8 +6,6 @@ in a moment, at the same address. Where nobody listens there any more, the node'
 and its trainers with it.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -17,10 +15,9 @@ from functools import partial
 from typing import Protocol
 
 from elaswave_plugin.core.codec import from_json
-from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import Reactor
-from elaswave_plugin.ipc.secret import Secret
+from elaswave_plugin.ipc.secret import Kind, Secret, prove
 from elaswave_plugin.ipc.silence import have_probed
 from elaswave_plugin.ipc.wire import Channel, Frame, connect, receive_frame, send_frame
 

@@ -1,7 +1,5 @@
 """The agents of a launch find each other once, at the first node's address."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import itertools
@@ -17,10 +15,9 @@ from elaswave_plugin.core.codec import from_json
 from elaswave_plugin.core.layout.reserve import NOWHERE
 from elaswave_plugin.errors import AgreementError, ConfigurationError
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.handshake import Kind, prove
 from elaswave_plugin.ipc.peer import Peer
 from elaswave_plugin.ipc.reactor import is_readable
-from elaswave_plugin.ipc.secret import SECRET_FILE, Secret
+from elaswave_plugin.ipc.secret import SECRET_FILE, Kind, Secret, prove
 from elaswave_plugin.ipc.wire import receive_frame, send_frame
 
 _FIRST_FRAME_S = 5.0

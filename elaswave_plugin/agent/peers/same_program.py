@@ -1,7 +1,5 @@
 """The check that a worker that comes later runs the job's program (standard library only)."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

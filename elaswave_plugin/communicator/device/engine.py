@@ -1,28 +1,151 @@
 """The communicators of all groups for one kind of device: made on first use, epoch by epoch."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from elaswave_plugin.communicator.device.communicator import Communicator, Maker
-from elaswave_plugin.communicator.device.device_work import DeviceWork
-from elaswave_plugin.communicator.device.entered import Entered
-from elaswave_plugin.communicator.device.link_store import LinkStore
+import torch
+from torch.distributed import Work
+
+from elaswave_plugin.communicator.device.communicator import Communicator, LinkStore, Maker
 from elaswave_plugin.communicator.groups.group_core import GroupCore
 from elaswave_plugin.communicator.links.link_table import LinkTable
-from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
-from elaswave_plugin.communicator.links.transfers import Receive
+from elaswave_plugin.communicator.links.operation import Group, Operation, Receive, Steps
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts, Fate, Verdict, fate_of
 from elaswave_plugin.errors import EpochChanged, LinkError
-from elaswave_plugin.ipc.progress_page import CONNECTION
+from elaswave_plugin.ipc.progress_page import CONNECTION, MOST_ENTERED, ProgressPage
 
-if TYPE_CHECKING:
-    import torch
+
+class Entered:
+    """The native calls that a worker has entered, on its page: who is behind is seen there.
+
+    A native call blocks in the backend or on the device, and nothing tells which member it needs.
+    But a member that has entered more calls on a communicator than another one waits for that one,
+    or will. Of more than MOST_ENTERED communicators some are not told.
+    """
+
+    def __init__(self, page: ProgressPage) -> None:
+        self._page = page
+        # The doorbell's thread ends communicators.
+        self._changing = threading.Lock()
+        # By communicator and channel: the place on the page, and the calls so far.
+        self._counts: dict[tuple[str, str], list[int]] = {}
+
+    def count(
+        self, name: str, members: Sequence[int], call: str, me: int, peer: int | None
+    ) -> None:
+        """Note a call on a communicator, before it is made: a collective, or one with a ``peer``.
+
+        ``me`` and ``peer`` are group ranks. A message counts alike at both of its ends.
+        """
+        channel = ""
+        if peer is not None:
+            source, target = (me, peer) if call == "send" else (peer, me)
+            channel = f"{members[source]}>{members[target]}"
+        self._page.count_operation()
+        key = name, channel
+        with self._changing:
+            place = self._counts.get(key)
+            if place is None:
+                free = set(range(MOST_ENTERED)) - {index for index, _ in self._counts.values()}
+                if not free:
+                    return
+                place = self._counts[key] = [min(free), 0]
+            place[1] += 1
+            self._page.set_entered(place[0], _number(f"{name} {channel}"), place[1])
+
+    def keep(self, names: Container[str]) -> None:
+        """All communicators but these have ended, or will on all of their members."""
+        with self._changing:
+            for key in [one for one in self._counts if one[0] not in names]:
+                self._page.set_entered(self._counts.pop(key)[0], 0, 0)
+
+
+def _number(text: str) -> int:
+    """A number of seven bytes, which is alike on all workers."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+_SHORTEST_POLL_S = 20e-6
+_LONGEST_POLL_S = 1e-3
+
+
+class DeviceWork(Work):
+    """A work of one communicator.
+
+    wait() orders the current stream behind it, as NCCL's does, and blocks the host only where a
+    limit is given or the backend knows no streams.
+    """
+
+    def __init__(
+        self,
+        engine: "DeviceEngine",
+        communicator: Communicator,
+        inner: Any,
+        what: str,
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._communicator = communicator
+        self._inner = inner
+        self._what = what
+        self._timeout_s = timeout_s
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Raises EpochChanged when interrupted, LinkError after a limit."""
+        limit_s = timeout.total_seconds()
+        self._engine.check(self._communicator)
+        if limit_s > 0 or self._communicator.inner.waits_on_host:
+            self._poll(limit_s if limit_s > 0 else self._timeout_s)
+        self._engine.guard(self._communicator, self._inner.wait)
+        return True
+
+    def synchronize(self) -> None:
+        """The same as wait()."""
+        self.wait()
+
+    def _poll(self, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        pause_s = _SHORTEST_POLL_S
+        while not self._inner.is_completed():
+            if time.monotonic() > deadline_s:
+                raise LinkError(f"{self._what}: timed out after {limit_s:g} s")
+            self._engine.bell.wait(pause_s)
+            self._engine.check(self._communicator)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def is_completed(self) -> bool:
+        """True when done, failed or aborted."""
+        return self._communicator.aborted or bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        """True when done without an error."""
+        return not self._communicator.aborted and bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        """The interruption or the backend's error, or None."""
+        return self._engine.interruption(self._communicator) or self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold the result."""
+        return list(self._inner.result())
+
+    def source_rank(self) -> int:
+        """The group rank from which a receive got its data."""
+        return int(self._inner._source_rank())
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Any:
+        """The backend's future of the result."""
+        return self._inner.get_future()
+
 
 # An abort ends kernels in flight; after this long the worker cannot go on and says so.
 ABORT_TIMEOUT_S = 60.0

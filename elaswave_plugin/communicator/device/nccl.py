@@ -1,7 +1,5 @@
 """NCCL groups for GPU tensors: whether they can be used here, and how one is made and ended."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -12,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.communicator.device.communicator import Inner
-from elaswave_plugin.communicator.device.link_store import LinkStore
-from elaswave_plugin.communicator.device.ordered_kernel import CombineKernels
+from elaswave_plugin.communicator.device.communicator import Inner, LinkStore
+from elaswave_plugin.communicator.device.ordered_sums import CombineKernels
 from elaswave_plugin.communicator.groups import algorithms as run
 from elaswave_plugin.communicator.groups import c10d_tables
 from elaswave_plugin.communicator.links.link_table import LinkTable

@@ -1,7 +1,5 @@
 """The only place that touches private tables of torch.distributed; checks the torch version."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module

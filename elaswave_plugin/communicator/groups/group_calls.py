@@ -1,7 +1,5 @@
 """The c10d calls of a process group, each under every name that torch 2.11 to 2.15 use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,13 +7,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from elaswave_plugin.communicator.groups.group_core import GroupCore, Tensors
-from elaswave_plugin.communicator.groups.work import ElasticWork
+from elaswave_plugin.communicator.groups.group_core import ElasticWork, GroupCore, Tensors
 from elaswave_plugin.communicator.links.body_calls import made_again, noted
 from elaswave_plugin.communicator.links.buffers import flat_bytes
 from elaswave_plugin.communicator.links.link_table import LinkTable
-from elaswave_plugin.communicator.links.operation import Operation, Steps
-from elaswave_plugin.communicator.links.transfers import ANY_SOURCE
+from elaswave_plugin.communicator.links.operation import ANY_SOURCE, Operation, Steps
 
 
 class GroupCalls(GroupCore):
@@ -425,3 +421,38 @@ def _cut_rows(flat: torch.Tensor, sizes: list[int], count: int) -> list[memoryvi
         views.append(view[at : at + size * row_bytes])
         at += size * row_bytes
     return views
+
+
+# Messages by tag between two members: over the links, whatever carries the group's collectives. A
+# pipeline with unequal stages, and contributions to gradients, are sent as they become ready and
+# taken as they are needed, in orders that differ at the two ends. NCCL knows no tags: it pairs what
+# two workers send and take by order alone, and a receive that comes first holds up what follows it.
+
+
+class Arriving:
+    """A message on its way to ``target``, which has it once ``wait`` returns."""
+
+    def __init__(self, work: ElasticWork, space: torch.Tensor, target: torch.Tensor) -> None:
+        self._work, self._space, self._target = work, space, target
+
+    def wait(self) -> torch.Tensor:
+        """The target. Raises EpochChanged, LinkError."""
+        self._work.wait()
+        if self._space is not self._target:
+            self._target.copy_(self._space)
+        return self._target
+
+
+def send(tensor: torch.Tensor, group: Any, *, rank: int, tag: int) -> ElasticWork:
+    """Send to a rank of an elastic group; done when the bytes have left or been copied."""
+    return ElasticProcessGroup.send(group, [tensor], rank, tag)
+
+
+def receive(target: torch.Tensor, group: Any, *, rank: int, tag: int) -> Arriving:
+    """Have a rank's tensor of the same shape and dtype in ``target``.
+
+    What is for a device waits in host memory: the links' one thread may not wait for a stream,
+    which itself may wait for workers that wait for these links.
+    """
+    space = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+    return Arriving(ElasticProcessGroup.recv(group, [space], rank, tag), space, target)

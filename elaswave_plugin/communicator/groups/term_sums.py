@@ -5,15 +5,12 @@ comes in its turn is added while the caches hold it, by whichever thread drives 
 comes early waits in memory of the links. So a sum takes its own memory, and that of one part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from elaswave_plugin.communicator.groups.group_core import Body, GroupCore
-from elaswave_plugin.communicator.groups.work import ElasticWork
+from elaswave_plugin.communicator.groups.group_core import Body, ElasticWork, GroupCore
 from elaswave_plugin.communicator.links.buffers import Fold, flat_bytes, make_fold
 from elaswave_plugin.communicator.links.operation import Operation, Steps
 

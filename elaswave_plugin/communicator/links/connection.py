@@ -1,7 +1,5 @@
 """One connection to a peer: a queue of messages going out, a parser for what comes in."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections import deque
@@ -16,10 +14,10 @@ from elaswave_plugin.communicator.links.frames import (
     Kind,
     control_header,
 )
-from elaswave_plugin.communicator.links.transfers import Inbound, Send
+from elaswave_plugin.communicator.links.operation import Inbound, Send
 from elaswave_plugin.errors import LinkError
 from elaswave_plugin.ipc import silence
-from elaswave_plugin.ipc.handshake import (
+from elaswave_plugin.ipc.secret import (
     ANSWER_BYTES,
     OPENING_BYTES,
     PROOF_BYTES,
@@ -51,18 +49,30 @@ class State(Enum):
 class HandshakeSide(Protocol):
     """The side that decides whether a connection becomes the link to its peer."""
 
-    def proved(self, connection: Connection) -> None: ...
-    def answered(self, connection: Connection) -> None: ...
-    def greeted(self, connection: Connection, hello: Hello) -> None: ...
-    def accepted(self, connection: Connection) -> None: ...
+    def proved(self, connection: "Connection") -> None:
+        """The other end has proved the secret."""
+
+    def answered(self, connection: "Connection") -> None:
+        """The side that accepts has answered."""
+
+    def greeted(self, connection: "Connection", hello: Hello) -> None:
+        """The first message has come."""
+
+    def accepted(self, connection: "Connection") -> None:
+        """The other end uses this connection."""
 
 
 class MessageSide(Protocol):
     """The side that takes the messages of a connection."""
 
-    def arriving(self, connection: Connection, header: FrameHeader) -> Inbound: ...
-    def arrived(self, inbound: Inbound) -> None: ...
-    def count(self, sent_bytes: int, received_bytes: int) -> None: ...
+    def arriving(self, connection: "Connection", header: FrameHeader) -> Inbound:
+        """Return where a message goes that begins to arrive."""
+
+    def arrived(self, inbound: Inbound) -> None:
+        """All of a message is here."""
+
+    def count(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count bytes that have gone and come."""
 
 
 class Connection:

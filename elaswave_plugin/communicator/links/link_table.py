@@ -1,7 +1,5 @@
 """The link table: operations of a worker over its links to the others, epoch by epoch."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys
@@ -16,9 +14,14 @@ from elaswave_plugin.communicator.links.buffers import Scratch
 from elaswave_plugin.communicator.links.connection import Connection, State
 from elaswave_plugin.communicator.links.connections import Connections
 from elaswave_plugin.communicator.links.frames import FrameHeader, Kind
-from elaswave_plugin.communicator.links.mailbox import Mailbox
-from elaswave_plugin.communicator.links.operation import Operation, Steps
-from elaswave_plugin.communicator.links.transfers import Inbound, Receive, Send
+from elaswave_plugin.communicator.links.operation import (
+    Inbound,
+    Mailbox,
+    Operation,
+    Receive,
+    Send,
+    Steps,
+)
 from elaswave_plugin.core.agreement.hang import NOBODY, OUTSIDE
 from elaswave_plugin.errors import EpochChanged, LinkError, PeerError
 from elaswave_plugin.ipc import silence

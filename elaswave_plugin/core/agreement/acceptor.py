@@ -3,24 +3,26 @@
 The base of `leader.Agreement`. A promise binds the node, whichever life of its agent gave it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
-from elaswave_plugin.core.agreement.effects import Deliver, Dismiss, Fence, Over, Ring
 from elaswave_plugin.core.agreement.messages import (
     Answer,
     Ballot,
     Begun,
     Committed,
+    Deliver,
+    Dismiss,
     Facts,
+    Fence,
     Inventory,
+    Over,
     Prepare,
     Promise,
     Proposal,
     Quiesced,
     Refuse,
+    Ring,
     StopBefore,
 )
 from elaswave_plugin.core.agreement.reporter import Reporter

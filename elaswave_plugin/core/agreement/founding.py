@@ -10,8 +10,6 @@ before the record was renewed: so no two lives ever train at the same time.
 Nobody compares clocks: each one measures for how long it has seen something stand still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -101,7 +99,7 @@ class Founder:
     `name`: of this node, which no other has; `last_call`: on how many nodes the job begins.
     """
 
-    def __init__(self, name: str, *, program: Mapping[str, object], last_call: LastCall) -> None:
+    def __init__(self, name: str, *, program: Mapping[str, object], last_call: "LastCall") -> None:
         self._name = name
         self._program = program
         self._last_call = last_call

@@ -12,21 +12,10 @@ the next boundary between two steps. Each says which step it has begun, and all 
 first step that none has begun.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Self
 
 from elaswave_plugin.core.agreement.candidate import Candidate
-from elaswave_plugin.core.agreement.effects import (
-    Disconnect,
-    Dismiss,
-    Effect,
-    Seated,
-    Vacated,
-)
-from elaswave_plugin.core.agreement.job_end import ending_of
-from elaswave_plugin.core.agreement.join_rule import Admission, Applicant, judge, next_incarnation
 from elaswave_plugin.core.agreement.messages import (
     Accuse,
     Admit,
@@ -35,7 +24,10 @@ from elaswave_plugin.core.agreement.messages import (
     Begun,
     Committed,
     Detached,
+    Disconnect,
+    Dismiss,
     Done,
+    Effect,
     Facts,
     FirstSeal,
     Message,
@@ -49,6 +41,7 @@ from elaswave_plugin.core.agreement.messages import (
     Refuse,
     Replan,
     Report,
+    Seated,
     Settled,
     Severed,
     Starts,
@@ -56,11 +49,18 @@ from elaswave_plugin.core.agreement.messages import (
     Stop,
     StopBefore,
     Vacate,
+    Vacated,
     Welcome,
+    pack_payload,
 )
-from elaswave_plugin.core.agreement.next_view import boundary_of, find_next_view
-from elaswave_plugin.core.agreement.payload import pack_payload
-from elaswave_plugin.core.agreement.quorum import Nodes
+from elaswave_plugin.core.agreement.next_view import boundary_of, ending_of, find_next_view
+from elaswave_plugin.core.agreement.quorum import (
+    Admission,
+    Applicant,
+    Nodes,
+    judge,
+    next_incarnation,
+)
 from elaswave_plugin.core.agreement.record import Record
 from elaswave_plugin.core.agreement.reporter import Seat
 from elaswave_plugin.core.agreement.timeouts import Timeouts

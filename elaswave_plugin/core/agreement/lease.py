@@ -5,7 +5,7 @@ agent has heard is a promise: for ``lasts_s`` after it was *sent*, none gives it
 sender counts on less, by `DRIFT`, since its clock may be slower than those of the others. The
 leader tells each agent which of its beats it has heard, and for how long from then on it
 was sure to lead itself, which it is while most nodes of the view have heard it. Each reads its own
-clock, which counts on while its machine is suspended (``ipc/lease_clock.py``).
+clock, which counts on while its machine is suspended (``ipc/progress_page.py``).
 
 >>> leader, other = Lease(lasts_s=3.0), Lease(lasts_s=3.0)
 >>> number = other.send(now_s=10.0)
@@ -17,8 +17,6 @@ clock, which counts on while its machine is suspended (``ipc/lease_clock.py``).
 >>> round(leader.until_s, 3)
 12.97
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 

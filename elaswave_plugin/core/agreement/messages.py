@@ -1,12 +1,69 @@
-"""The messages that the agents of a job send to each other, one agent a node."""
+"""The messages that the agents of a job send to each other, and the orders of each to its node."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elaswave_plugin.core.agreement.view import Arrival, FailureEvent, MembershipView, WorkerId
-from elaswave_plugin.core.codec import WireMessage
+from elaswave_plugin.core.codec import WireMessage, from_json, shortened
+from elaswave_plugin.core.layout.worker_facts import SealedShard, WorkerFacts
+from elaswave_plugin.core.table import objects_of, table_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """The content of a commit: the facts by slot, and every sealed record that a worker has.
+
+    The agents hand it on as text: at many workers, to take it apart and put it together again
+    on the way to each trainer is most of the work of a commit.
+    """
+
+    facts: dict[int, WorkerFacts]
+    inventory: list[SealedShard]
+
+
+def pack_payload(
+    facts: Mapping[int, Mapping[str, Any]], inventory: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a `Payload`, of parts that are not read on the way.
+
+    Both are tables: what many workers have alike is in it once.
+    """
+    packed = {
+        "slots": shortened(list(facts)),
+        "facts": table_of(list(facts.values())),
+        "inventory": table_of(inventory),
+    }
+    return json.dumps(packed, separators=(",", ":"))
+
+
+def unpack_payload(text: str) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the parts that were packed, as JSON; raises ValueError for anything else."""
+    packed: _Packed = from_json(_Packed, json.loads(text))
+    facts = objects_of(packed.facts)
+    if len(facts) != len(packed.slots):
+        raise ValueError(f"the facts of {len(facts)} workers for {len(packed.slots)} slots")
+    return dict(zip(packed.slots, facts, strict=True)), objects_of(packed.inventory)
+
+
+def read_payload(text: str) -> Payload:
+    """Return what was packed; raises ValueError where it is something else."""
+    facts, inventory = unpack_payload(text)
+    return Payload(
+        facts={slot: from_json(WorkerFacts, one) for slot, one in facts.items()},
+        inventory=[from_json(SealedShard, one) for one in inventory],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """A payload as it travels."""
+
+    slots: tuple[int, ...]
+    facts: Mapping[str, Any]
+    inventory: Mapping[str, Any]
+
 
 Facts = dict[str, Any]
 Inventory = list[dict[str, Any]]
@@ -30,11 +87,11 @@ class Ballot:
         return f"{self.epoch}/{self.leader}"
 
     @classmethod
-    def first(cls) -> Ballot:
+    def first(cls) -> "Ballot":
         """Return the ballot by which the first node of the launch leads, without any promise."""
         return cls(term=0, leader=0, epoch=0)
 
-    def is_in_term_of(self, other: Ballot) -> bool:
+    def is_in_term_of(self, other: "Ballot") -> bool:
         """Return whether both belong to one term of leadership."""
         return replace(self, epoch=other.epoch) == other
 
@@ -89,7 +146,7 @@ class Promise(WireMessage):
     newer: tuple[MembershipView, ...]
     accepted: Proposal | None
     lost: tuple[int, ...]
-    news: tuple[News, ...] = ()
+    news: "tuple[News, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,3 +448,97 @@ Message = (
     | Welcome
     | Stop
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message to the agent of node `to`."""
+
+    to: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring(WireMessage):
+    """A proposal is open: each own trainer is to quiesce within `within_s` seconds, for the reason.
+
+    The agent calls `quiesced` with this ballot then. `boundary`: a trainer stops between two steps:
+    it says which step it has begun, and the agent calls `begun`; with `before_step`, it stops
+    before that step.
+    """
+
+    ballot: Ballot
+    reason: str
+    within_s: float
+    boundary: bool = False
+    before_step: int | None = None
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if it is known where the trainers stop."""
+        return not self.boundary or self.before_step is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver(WireMessage):
+    """The own trainers in a commit are told of it; `skipped` are views they have to apply first."""
+
+    committed: Committed
+    skipped: tuple[MembershipView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """Let an own trainer go: a view without it is committed, as it had asked."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """Kill an own trainer, for the reason given as evidence."""
+
+    slot: int
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """Start the first trainer of an own slot that the leader has given to this node."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vacated:
+    """Nothing more is to be done with an own slot: its trainer has left, and all is settled."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """Close the link to the agent of a node."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """End: stop the own trainers, tell every peer, and exit."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """An entry for the event log and for observers."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+Order = Ring | Deliver | Dismiss | Fence | Seated | Vacated | Over
+"""The part of the effects that is about the trainers of the node."""
+Effect = Send | Disconnect | Note | Order

@@ -11,8 +11,6 @@ Each node of a launch has looked for itself, and meets the others only then. So 
 no name left: a name of both, which there is, has heard of the first before it met for the second.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -5,8 +5,6 @@ no two lives of a node's agent ever vote against each other. What the trainers a
 it: they say it again to the next life.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elaswave_plugin.core.agreement.messages import Ballot, Committed, Notice, Proposal

@@ -3,25 +3,25 @@
 The base of `agreement.Agreement`: news goes to the leader, and with a promise to the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
-from elaswave_plugin.core.agreement.effects import Effect, Note, Send
 from elaswave_plugin.core.agreement.messages import (
     AllSealed,
     Detached,
     Done,
+    Effect,
     FirstSeal,
     Message,
     News,
+    Note,
     Notice,
     Raised,
     Ready,
     Replan,
     Report,
+    Send,
     Settled,
     Severed,
     Starts,

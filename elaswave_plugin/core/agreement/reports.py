@@ -1,7 +1,5 @@
 """The agents' reports on their trainers, as one of them knows them (pure)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
@@ -56,7 +54,7 @@ class Reports:
         self._timeouts = timeouts
         # When workers that were told to leave do so; and whether that time has come.
         self.leave_at_s: float | None = None
-        self._leaving = False
+        self.leaving = False
 
     def learn(self, news: News, *, epoch: int, now_s: float) -> None:
         """Take in what an agent tells of its trainers; ``epoch``: the newest committed one.
@@ -100,7 +98,7 @@ class Reports:
             case Notice():
                 self.changes += news.worker not in self.notices
                 self.notices.setdefault(news.worker, news.evidence)
-                if self.leave_at_s is None and not self._leaving:
+                if self.leave_at_s is None and not self.leaving:
                     self.leave_at_s = now_s + self._timeouts.gather_s
                 if news.saves_last:
                     self.saves_last.add(news.worker)
@@ -132,13 +130,13 @@ class Reports:
         if self.leave_at_s is not None and now_s >= self.leave_at_s:
             # A new leader is also told of workers that left long ago.
             told = any(worker in view for worker in self.notices)
-            self.leave_at_s, self._leaving = None, told
+            self.leave_at_s, self.leaving = None, told
 
     def entered(self, view: MembershipView) -> None:
         """Enter a committed view: its members wait no more."""
         self.severed = self.replan = None
         if not any(worker in view for worker in self.notices):
-            self.leave_at_s, self._leaving = None, False
+            self.leave_at_s, self.leaving = None, False
         for slot, waiting in list(self.arrivals.items()):
             if waiting.worker in view:
                 del self.arrivals[slot]
@@ -156,7 +154,7 @@ class Reports:
         self.saves_last.discard(worker)
         self.asked.discard(worker)
         evidence = self.notices.pop(worker)
-        self._leaving = any(one in view for one in self.notices)
+        self.leaving = any(one in view for one in self.notices)
         return evidence
 
     def is_past(self, worker: WorkerId, view: MembershipView) -> bool:
@@ -253,14 +251,9 @@ class Reports:
             return grown or shrunk or same
         return replace(grown, epoch=shrunk.epoch, reason=f"{shrunk.reason}; {grown.reason}")
 
-    @property
-    def leaving(self) -> bool:
-        """True if it is time for those that were told to leave."""
-        return self._leaving
-
     def departures(self, view: MembershipView, now_s: float) -> list[FailureEvent]:
         """List the members of a view that leave between two steps, once it is time."""
-        if not self._leaving:
+        if not self.leaving:
             return []
         return [
             event_of(view, worker.slot, "leave", evidence, now_s)

@@ -1,7 +1,5 @@
 """The members of the job: workers, failure events, arrivals, views, and the step between views."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The fate of each device communicator when the view changes: kept, shrunk or aborted."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

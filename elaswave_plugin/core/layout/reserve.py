@@ -18,8 +18,6 @@ DP2, 8 and 9 make another replica of stage 0, 10 and 11 one of stage 1.
 (0, 1, 2, 9, 4, 5, 6, 7)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from elaswave_plugin.core.layout.layout import Coordinate

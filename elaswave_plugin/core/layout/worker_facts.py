@@ -1,17 +1,53 @@
-"""The facts that a worker tells all others when the view changes; they come with the commit.
+"""The facts that a worker tells all others when the view changes, and what it has sealed.
 
-The agents hand them on as JSON, and read of it only the step (`step_told`): nothing heavy is
-imported here.
+They come with the commit. The agents hand them on as JSON, and read of it only the step
+(`step_told`): nothing heavy is imported here.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elaswave_plugin.core.layout.device_groups import CommunicatorFacts
-from elaswave_plugin.core.layout.sealed_shard import SealedShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedShard:
+    """One verified-by-checksum snapshot of one shard, and the holder of its bytes.
+
+    The same record is written into the snapshot's own memory, told to the agents, handed to all
+    trainers with a commit and planned with.
+
+    ``buffer``: which of its owner's two memories it is in; ``units``: the parts of the model that
+    its shard group had, in the order of its buckets; ``ranks``: the slots that shared the state, by
+    ``shard``; sizes in bytes, all of them together ``length``. The memory itself does not
+    name its holder.
+    """
+
+    owner: int
+    buffer: int
+    step: int
+    epoch: int
+    shard_group: tuple[int, int]
+    units: tuple[int, ...]
+    ranks: tuple[int, ...]
+    shard: int
+    length: int
+    payload_bytes: int
+    capsule_bytes: int
+    table_digest: int
+    holder: int = -1
+    holder_address: str = ""
+    is_copy: bool = False
+
+    def __str__(self) -> str:
+        kind = "copy of shard" if self.is_copy else "shard"
+        return f"{kind} {self.shard}/{len(self.ranks)} of step {self.step} at w{self.holder}"
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Rises with every seal of a buffer, although a roll-back lowers the step."""
+        return self.epoch, self.step
 
 
 @dataclass(frozen=True, slots=True)

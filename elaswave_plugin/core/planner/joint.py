@@ -1,4 +1,4 @@
-"""One plan of dataflow, widths, layers and clocks: the best of a set of simulated candidates.
+"""One plan of dataflow, widths, layers and clocks: the best of simulated candidates, and why.
 
 Every candidate (search.py) is simulated: a cascade of planners, each taking what is best by its own
 measure, loses several per cent to this. Moves have to pay: gain over the horizon against twice the
@@ -6,14 +6,12 @@ pause and what is lost behind the compute. The same facts give the same plan on 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from elaswave_plugin.core.layout.layout import ParallelLayout
-from elaswave_plugin.core.planner import reasons
-from elaswave_plugin.core.planner.candidate import Candidate
 from elaswave_plugin.core.planner.costs import CostModel
 from elaswave_plugin.core.planner.dvfs import (
     ClockChoice,
@@ -21,7 +19,11 @@ from elaswave_plugin.core.planner.dvfs import (
     predicted_clocks,
     total_watts,
 )
-from elaswave_plugin.core.planner.layer_partition import benefit_seconds, tail_seconds
+from elaswave_plugin.core.planner.layer_partition import (
+    benefit_seconds,
+    layers_can_help,
+    tail_seconds,
+)
 from elaswave_plugin.core.planner.microbatch_split import (
     REDEAL,
     REROUTE,
@@ -29,15 +31,133 @@ from elaswave_plugin.core.planner.microbatch_split import (
     StageSlowness,
 )
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Replicas, StepWork
-from elaswave_plugin.core.planner.rules import PlanRules
 from elaswave_plugin.core.planner.search import (
     EXTRA_WINDOWS,
+    Candidate,
+    PlanRules,
     Search,
     key_of,
     order_of,
 )
 from elaswave_plugin.core.step.dataflow import Slowness
+from elaswave_plugin.core.step.schedule import window_sizes
 from elaswave_plugin.errors import ConfigurationError
+
+
+def concentration(layout: ParallelLayout) -> tuple[float, float]:
+    """(live share, rho): live of launch replicas, and mean width over the narrowest one.
+
+    rho bounds what any plan can gain over rerouting once bubbles vanish.
+    """
+    widths = layout.widths
+    mean = sum(widths) / len(widths)
+    return mean / layout.dp, mean / min(widths)
+
+
+# ---- why a plan was chosen, as sentences --------------------------------------------------------
+#
+# The candidates were compared all together; the order dataflow, layers, workers, clocks is only
+# that of the explanation.
+
+
+def loss_reason(layout: ParallelLayout) -> str:
+    """Describe what is left of the launch layout, or what it has become."""
+    live, rho = concentration(layout)
+    count, total = sum(layout.widths), layout.dp * len(layout.stages)
+    of = f"{count} of {total} replicas are live"
+    present = of if count <= total else f"{count} replicas are live, {total} at launch"
+    return f"{present} ({live:.3f}), mean over narrowest stage rho = {rho:.2f}"
+
+
+def slow_reason(slow: Mapping[int, float]) -> str | None:
+    """Name the slow workers, by slot, and how many times as long each takes."""
+    if not slow:
+        return None
+    return "slow: " + ", ".join(f"w{slot} takes {slow[slot]:g}x as long" for slot in sorted(slow))
+
+
+def dataflow_reason(candidates: Sequence[Candidate], *, now: tuple[int, ...]) -> str:
+    """Describe what dealing again gives where nothing moves."""
+    stay = [one for one in candidates if not one.moves and one.cuts == now]
+    if not stay:
+        return "dataflow: nothing fits into memory where layers and workers stay"
+    best = _fastest(stay)
+    routed = [one for one in stay if one.choice.policy == REROUTE]
+    against = f", rerouting {_fastest(routed).seconds:.4g} s" if routed else ""
+    return f"dataflow: {best.choice}, {best.order}, takes {best.seconds:.4g} s{against}"
+
+
+def layers_reason(
+    candidates: Sequence[Candidate], layout: ParallelLayout, *, now: tuple[int, ...]
+) -> str:
+    """Describe what moving layers gives where workers stay, or why it gives nothing."""
+    others = [one for one in candidates if not one.moves and one.cuts != now]
+    stay = [one for one in candidates if not one.moves and one.cuts == now]
+    if layout.vpp > 1:
+        return "layers: stay, since those of an interleaved pipeline are not moved"
+    best_s = _fastest(others).seconds if others else float("inf")
+    if others and (not stay or best_s < _fastest(stay).seconds):
+        cuts = " ".join(map(str, _fastest(others).cuts))
+        return f"layers: cuts {cuts} take {best_s:.4g} s"
+    for stage, width in enumerate(layout.widths):
+        (start, stop), lost = layout.layers(stage)[0], layout.dp - width
+        if lost > 0 and not layers_can_help(layers=stop - start, launch_width=layout.dp, lost=lost):
+            return (
+                f"layers: stay; one less evens the load only if the {stop - start} of stage {stage}"
+                f" are more than (live {width}) / (lost {lost}) = {width / lost:.3g}"
+            )
+    return "layers: stay; other cuts are no faster" if stay else "layers: no cuts fit"
+
+
+def workers_reason(candidates: Sequence[Candidate]) -> str | None:
+    """Describe the fastest plan in which workers change stage; None where there is none."""
+    moved = [one for one in candidates if one.moves]
+    if not moved:
+        return None
+    best = _fastest(moved)
+    return f"workers: {len(best.moves)} that change stage take {best.seconds:.4g} s"
+
+
+def payback_reason(chosen: Candidate, *, stays: bool, horizon_s: float) -> str:
+    """Describe what is done, and whether moving pays over the horizon."""
+    what = f"{chosen.choice}, {chosen.order}"
+    if stays:
+        return f"chosen: {what}, nothing moves; no move pays within {horizon_s:g} s"
+    return (
+        f"chosen: {what}, moves {chosen.moved_bytes / 2**20:.4g} MiB with a pause of"
+        f" {chosen.pause_s:.3g} s and {chosen.follow_s:.3g} s behind compute; gains"
+        f" {chosen.benefit_s:.4g} of the next {horizon_s:g} s"
+    )
+
+
+def windows_reason(chosen: Candidate) -> str | None:
+    """Slots in flight, where memory made them fewer than wanted."""
+    if chosen.extra is None or not chosen.windows:
+        return None
+    if chosen.windows == window_sizes(len(chosen.windows), extra=chosen.extra):
+        return None
+    return f"memory: slots in flight are {' '.join(map(str, chosen.windows))} by stage"
+
+
+def result_reason(layout: ParallelLayout, *, seconds: float, healthy_s: float) -> str:
+    """The predicted step against the launch layout's."""
+    live, _ = concentration(layout)
+    return (
+        f"predicted step {seconds:.4g} s, {healthy_s:.4g} s at launch: {healthy_s / seconds:.3f} of"
+        f" its throughput, {healthy_s / seconds / live:.3f} of the live share"
+    )
+
+
+def clocks_reason(clocks: ClockChoice) -> str:
+    """Describe the clocks, and the seconds of a step that they give."""
+    return (
+        f"clocks: {' '.join(f'{clock:g}' for clock in clocks.clocks)} give {clocks.seconds:.4g} s"
+    )
+
+
+def _fastest(candidates: Iterable[Candidate]) -> Candidate:
+    return min(candidates, key=lambda one: one.seconds)
+
 
 # So many of the best plans are simulated with split backwards too: it is not always the first.
 MOST_SPLIT = 6
@@ -233,17 +353,17 @@ class _Choice:
         search = self._search
         now, chosen = search.before.cuts, plan.chosen
         lines = [
-            reasons.loss_reason(search.after),
-            reasons.slow_reason(search.slow),
-            reasons.dataflow_reason(plan.candidates, now=now),
-            reasons.windows_reason(chosen),
+            loss_reason(search.after),
+            slow_reason(search.slow),
+            dataflow_reason(plan.candidates, now=now),
+            windows_reason(chosen),
         ]
         if self._rules.move_layers or self._rules.move_workers:
             stays, horizon_s = search.stays(chosen), self._rules.horizon_s
             lines[3:3] = [
-                reasons.layers_reason(plan.candidates, search.after, now=now),
-                reasons.workers_reason(plan.candidates),
-                reasons.payback_reason(chosen, stays=stays, horizon_s=horizon_s),
+                layers_reason(plan.candidates, search.after, now=now),
+                workers_reason(plan.candidates),
+                payback_reason(chosen, stays=stays, horizon_s=horizon_s),
             ]
         if plan.split_backward:
             lines.append("backward: split, weight gradients where a worker would wait")
@@ -257,10 +377,8 @@ class _Choice:
                 )
             )
         if plan.clocks is not None:
-            lines.append(reasons.clocks_reason(plan.clocks))
-        lines.append(
-            reasons.result_reason(search.after, seconds=plan.seconds, healthy_s=plan.healthy_s)
-        )
+            lines.append(clocks_reason(plan.clocks))
+        lines.append(result_reason(search.after, seconds=plan.seconds, healthy_s=plan.healthy_s))
         if not search.is_exact:
             lines.append("estimated: stages flow as fluids, too many workers to simulate each")
         return tuple(line for line in lines if line is not None)

@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from elaswave_plugin.core.planner.costs import CostModel, UnitCost
-from elaswave_plugin.core.planner.memory import StateBytes
+from elaswave_plugin.core.planner.costs import CostModel, StateBytes, UnitCost
 from elaswave_plugin.core.step.simulate import LinkTime
 
 FRONT, LAYER, TAIL = "front", "layer", "tail"

@@ -30,7 +30,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from elaswave_plugin.core.step.fair_shares import FairDeal
+from elaswave_plugin.core.step.dataflow import FairDeal
 from elaswave_plugin.core.step.schedule import Assignment, Piece
 from elaswave_plugin.errors import ConfigurationError
 

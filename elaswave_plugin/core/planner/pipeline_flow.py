@@ -30,17 +30,14 @@ from typing import Any, Literal
 
 from elaswave_plugin.core.layout.group_rules import coordinates_of
 from elaswave_plugin.core.layout.layout import Coordinate, ParallelLayout, TpGroup
-from elaswave_plugin.core.planner.costs import CostModel
+from elaswave_plugin.core.planner.costs import CostModel, StateBytes
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room
+from elaswave_plugin.core.planner.greedy import greedy_lists, greedy_room, with_weights_in_bubbles
 from elaswave_plugin.core.planner.joint import JointPlan, joint_plan, plan_split
 from elaswave_plugin.core.planner.layer_times import LayerTimes
-from elaswave_plugin.core.planner.memory import StateBytes
 from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE
 from elaswave_plugin.core.planner.prediction import Predictor, StepWork
-from elaswave_plugin.core.planner.rules import PlanRules
-from elaswave_plugin.core.planner.search import slowness_of
-from elaswave_plugin.core.planner.weight_placement import with_weights_in_bubbles
+from elaswave_plugin.core.planner.search import PlanRules, slowness_of
 from elaswave_plugin.core.step.dataflow import (
     Crossing,
     Dataflow,
@@ -48,9 +45,9 @@ from elaswave_plugin.core.step.dataflow import (
     Shares,
     Slowness,
     crossings,
+    fair_width,
     rotated,
 )
-from elaswave_plugin.core.step.fair_shares import fair_width
 from elaswave_plugin.core.step.schedule import (
     Assignment,
     OpLists,

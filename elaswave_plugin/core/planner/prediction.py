@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import ceil
 
 from elaswave_plugin.core.planner.costs import CostModel
-from elaswave_plugin.core.planner.greedy import greedy_graph, greedy_room, greedy_step
+from elaswave_plugin.core.planner.greedy import greedy_graph, greedy_room, greedy_step, split_step
 from elaswave_plugin.core.planner.microbatch_split import (
     REDEAL,
     REROUTE,
@@ -23,8 +23,7 @@ from elaswave_plugin.core.planner.microbatch_split import (
     resize,
 )
 from elaswave_plugin.core.planner.slot_time import Flow, SlotFlow, fluid_seconds, slot_flow
-from elaswave_plugin.core.planner.weight_placement import split_step
-from elaswave_plugin.core.step.fair_shares import fair_width
+from elaswave_plugin.core.step.dataflow import fair_width
 from elaswave_plugin.core.step.schedule import (
     Op,
     OpLists,

@@ -9,11 +9,13 @@ not show.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from elaswave_plugin.core.layout.layout import ParallelLayout
-from elaswave_plugin.core.planner.candidate import Candidate
 from elaswave_plugin.core.planner.costs import CostModel
+from elaswave_plugin.core.planner.dvfs import ClockTable
 from elaswave_plugin.core.planner.layer_partition import (
     StageLoad,
     evaluate,
@@ -22,13 +24,99 @@ from elaswave_plugin.core.planner.layer_partition import (
     partitions,
     pause_seconds,
 )
-from elaswave_plugin.core.planner.microbatch_split import REDEAL, REROUTE, RESIZE, StageSlowness
+from elaswave_plugin.core.planner.microbatch_split import (
+    POLICIES,
+    REDEAL,
+    REROUTE,
+    RESIZE,
+    StageSlowness,
+)
 from elaswave_plugin.core.planner.prediction import DataflowChoice, Predictor, Replicas, StepWork
-from elaswave_plugin.core.planner.rules import PlanRules
-from elaswave_plugin.core.planner.width_moves import WidthMove, width_candidates
-from elaswave_plugin.core.step.dataflow import Slowness
-from elaswave_plugin.core.step.fair_shares import fair_width, slowest_seconds
+from elaswave_plugin.core.step.dataflow import Slowness, fair_width, slowest_seconds
 from elaswave_plugin.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRules:
+    """The choices that the planner may make.
+
+    ``policies``: dataflows allowed (one: it is forced). ``horizon_s``: how long a plan is expected
+    to last; ``least_gain``: share of the step below which no move is worth the trouble.
+    ``split_backward``: weight gradients fill bubbles. ``clocks``: None leaves them alone.
+    """
+
+    policies: tuple[str, ...] = POLICIES
+    move_layers: bool = True
+    move_workers: bool = True
+    split_backward: bool = False
+    horizon_s: float = 600.0
+    least_gain: float = 0.005
+    clocks: ClockTable | None = None
+    power_cap_w: float = float("inf")
+
+    def __post_init__(self) -> None:
+        unknown = [policy for policy in self.policies if policy not in POLICIES]
+        if unknown or not self.policies:
+            raise ConfigurationError(
+                f"dataflow is {', '.join(unknown) or 'empty'!r}, wanted {', '.join(POLICIES)}"
+            )
+        if not self.horizon_s >= 0:
+            raise ConfigurationError(f"horizon_s is {self.horizon_s}, wanted a number from 0")
+
+
+MOST_CANDIDATES = 4
+
+
+class WidthMove(NamedTuple):
+    """One replica leaves stage ``source`` and works for stage ``target``."""
+
+    source: int
+    target: int
+
+
+def width_moves(widths: Sequence[int]) -> tuple[WidthMove, ...]:
+    """One worker at a time from the widest to the narrowest stage until they differ by at most 1.
+
+    Ties go to the lowest target and the highest source, so moves stay far from each other.
+    """
+    now = list(widths)
+    moves = []
+    while max(now) - min(now) > 1:
+        source = len(now) - 1 - now[::-1].index(max(now))
+        target = now.index(min(now))
+        now[source] -= 1
+        now[target] += 1
+        moves.append(WidthMove(source, target))
+    return tuple(moves)
+
+
+def width_candidates(
+    widths: Sequence[int], *, most: int = MOST_CANDIDATES
+) -> tuple[tuple[tuple[WidthMove, ...], tuple[int, ...]], ...]:
+    """(moves, widths after them) for at most ``most`` prefixes, none and all included.
+
+    Where losses are concentrated in one stage no move of layers helps enough; a worker that changes
+    stage does: from the widest to the narrowest, until all are level.
+
+    >>> for moves, widths in width_candidates((3, 12, 12, 12)):
+    ...     print(len(moves), *widths)
+    0 3 12 12 12
+    2 5 12 11 11
+    4 7 11 11 10
+    6 9 10 10 10
+    """
+    moves = width_moves(widths)
+    steps = min(most - 1, len(moves))
+    counts = [round(index * len(moves) / steps) for index in range(1, steps + 1)]
+    found = []
+    for count in (0, *counts):
+        now = list(widths)
+        for source, target in moves[:count]:
+            now[source] -= 1
+            now[target] += 1
+        found.append((moves[:count], tuple(now)))
+    return tuple(found)
+
 
 # How much of filling and draining the pipeline the cuts count: windows hide a part of it.
 FILLS = (0.5, 1.0, 0.0, 0.25, 0.75)
@@ -45,6 +133,44 @@ CHEAP_TO_TRY_ALL = 1_000
 
 Moves = tuple[WidthMove, ...]
 Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One simulated plan; ``benefit_s`` over the horizon, against the best plan without moves.
+
+    ``extra``: slots in flight beyond 1F1B's, None for the greedy order. ``pause_s``: until weights
+    have moved; ``follow_s``: until optimizer state has, behind the compute.
+    """
+
+    choice: DataflowChoice
+    moves: tuple[WidthMove, ...]
+    cuts: tuple[int, ...]
+    extra: int | None
+    windows: tuple[int, ...]
+    seconds: float
+    moved_bytes: float
+    pause_s: float
+    follow_s: float
+    benefit_s: float = 0.0
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if operations go in greedy order; ``windows`` decide where there is a choice."""
+        return self.extra is None
+
+    @property
+    def order(self) -> str:
+        """The order of operations as text."""
+        return "greedy" if self.is_greedy else f"window +{self.extra}"
+
+    def __str__(self) -> str:
+        cuts = " ".join(map(str, self.cuts))
+        return (
+            f"{self.seconds:10.4g} s  {self.choice!s:12} {self.order:9}"
+            f"  {len(self.moves)} width moves  cuts {cuts}"
+            f"  {self.moved_bytes / 2**20:.4g} MiB  pause {self.pause_s:.3g} s"
+        )
 
 
 class Search:

@@ -12,8 +12,6 @@ stage and tp position.
 ['stage 0 tp 0: w0', 'stage 0 tp 1: w1']
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +81,7 @@ class Placement(Protocol):
     def world(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The slots of a view in the order of WORLD, whose first and last one have a place."""
 
-    def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> Placement:
+    def after(self, ranks: Sequence[int], times: LayerTimes, slow: Slowness) -> "Placement":
         """The placement when only ``ranks`` (slots, in rank order) are left, for these ``times``.
 
         ``slow``: how many times as long workers take, by slot; others than ``ranks`` do not count.
@@ -92,10 +90,10 @@ class Placement(Protocol):
     def state(self) -> dict[str, Any]:
         """Return what to tell a worker that was not there, as a dict that JSON can carry."""
 
-    def with_state(self, state: Mapping[str, Any]) -> Placement:
+    def with_state(self, state: Mapping[str, Any]) -> "Placement":
         """Return the placement that `state` described."""
 
-    def within(self, most: Mapping[int, float]) -> Placement:
+    def within(self, most: Mapping[int, float]) -> "Placement":
         """The same, where single workers, by slot, may have at ``most`` so much.
 
         As `OutOfMemory` says; LayoutError where no deal of the work makes one need less memory.
@@ -104,7 +102,7 @@ class Placement(Protocol):
     def described(self) -> dict[str, Any] | None:
         """The layout, and why layers and workers stay, as JSON; None where there are no stages."""
 
-    def recut(self, cuts: Sequence[int]) -> Placement:
+    def recut(self, cuts: Sequence[int]) -> "Placement":
         """The same places with other layers; LayoutError where there are no stages."""
 
     def edits(self, launched: Mapping[str, Sequence[int]], slot: int) -> dict[str, GroupEdit]:
@@ -156,7 +154,7 @@ class FlatPlacement:
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
-    ) -> FlatPlacement:
+    ) -> "FlatPlacement":
         """The same with other members, whatever layers take."""
         return replace(self, ranks=tuple(ranks), slow=_of(ranks, slow))
 
@@ -164,18 +162,18 @@ class FlatPlacement:
         """Return the slow workers, and whether replicas stay whole; members say the rest."""
         return _slow_state(self.slow) | ({"whole": True} if self.whole else {})
 
-    def with_state(self, state: Mapping[str, Any]) -> FlatPlacement:
+    def with_state(self, state: Mapping[str, Any]) -> "FlatPlacement":
         """The same, with what was told."""
         return replace(self, slow=_slow_of(state), whole=state.get("whole", False))
 
-    def within(self, most: Mapping[int, float]) -> FlatPlacement:
+    def within(self, most: Mapping[int, float]) -> "FlatPlacement":
         """The same, where single workers may have at ``most`` so much."""
         return replace(self, most=most)
 
     def described(self) -> None:
         """There are no stages."""
 
-    def recut(self, cuts: Sequence[int]) -> FlatPlacement:
+    def recut(self, cuts: Sequence[int]) -> "FlatPlacement":
         """Raises LayoutError."""
         raise LayoutError("a data-parallel job has no stages that layers could come to")
 
@@ -228,7 +226,7 @@ class GridPlacement:
         groups: Mapping[str, Sequence[int]],
         units: Mapping[int, int],
         **more: Any,
-    ) -> GridPlacement:
+    ) -> "GridPlacement":
         """The placement of the launch layout; ``groups``: members by name, ``more``: other fields.
 
         Raises ConfigurationError for a group that follows no axis of the layout.
@@ -297,14 +295,14 @@ class GridPlacement:
         """Return the layout's differences from the launch, and the slow workers."""
         return layout_delta(self.layout, self.launch_slots) | _slow_state(self.slow)
 
-    def with_state(self, state: Mapping[str, Any]) -> GridPlacement:
+    def with_state(self, state: Mapping[str, Any]) -> "GridPlacement":
         """The placement with the layout and the slow ones that were told."""
         layout = layout_with(state, self.layout, self.launch_slots)
         return replace(self, layout=layout, slow=_slow_of(state))
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
-    ) -> GridPlacement:
+    ) -> "GridPlacement":
         """Broken TP groups are dissolved; survivors of one stage form whole ones again.
 
         A worker that comes back goes to the stage of its launch, whose modules it has built, and a
@@ -341,7 +339,7 @@ class GridPlacement:
             layout = layout.staffed()
         return layout
 
-    def within(self, most: Mapping[int, float]) -> GridPlacement:
+    def within(self, most: Mapping[int, float]) -> "GridPlacement":
         """The same, where each worker may hold what the one that may hold least does."""
         return replace(self, room=min(most.values(), default=None))
 
@@ -353,7 +351,7 @@ class GridPlacement:
             "why_workers_stay": self.why_workers_stay,
         }
 
-    def recut(self, cuts: Sequence[int]) -> GridPlacement:
+    def recut(self, cuts: Sequence[int]) -> "GridPlacement":
         """Return the same places, with the layers as requested."""
         return replace(self, layout=self.layout.recut(cuts))
 

@@ -11,8 +11,6 @@ stage together are a whole pipeline again: every worker stays in the stage of it
 w1: 1 3 0 2 | w3: 1 3 0 2
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -52,7 +50,7 @@ class ReplicaPlacement:
         groups: Mapping[str, Sequence[int]],
         buckets: Sequence[Sequence[int]],
         reserve: int = 0,
-    ) -> ReplicaPlacement:
+    ) -> "ReplicaPlacement":
         """Return the placement of the launch; ``groups``: members by name, all of the launch.
 
         Raises ConfigurationError for a group that follows no axis.
@@ -140,7 +138,7 @@ class ReplicaPlacement:
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
-    ) -> ReplicaPlacement:
+    ) -> "ReplicaPlacement":
         """Return the same with other members; LayoutError if no pipeline is whole any more."""
         placement = replace(self, ranks=tuple(ranks))
         if not placement.replicas:
@@ -155,11 +153,11 @@ class ReplicaPlacement:
         """Return an empty dict: the members determine everything."""
         return {}
 
-    def with_state(self, state: Mapping[str, Any]) -> ReplicaPlacement:
+    def with_state(self, state: Mapping[str, Any]) -> "ReplicaPlacement":
         """Return the same."""
         return self
 
-    def within(self, most: Mapping[int, float]) -> ReplicaPlacement:
+    def within(self, most: Mapping[int, float]) -> "ReplicaPlacement":
         """Return the same; LayoutError for any limit."""
         if most:
             raise LayoutError("a pipeline with fewer of DeepSpeed's micro-batches holds as many")
@@ -176,7 +174,7 @@ class ReplicaPlacement:
         why = "in DeepSpeed's pipelines everything stays in the stage of its launch"
         return {**layout.to_json(), "why_layers_stay": why, "why_workers_stay": why}
 
-    def recut(self, cuts: Sequence[int]) -> ReplicaPlacement:
+    def recut(self, cuts: Sequence[int]) -> "ReplicaPlacement":
         """Raise LayoutError."""
         raise LayoutError("layers of DeepSpeed's pipelines cannot change their stage")
 

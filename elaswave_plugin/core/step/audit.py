@@ -1,7 +1,5 @@
 """Counts the samples that a job lost or repeated, from its step lines and its ledger (pure)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise

@@ -21,8 +21,7 @@ from megatron.core.rerun_state_machine import (
 )
 
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
-from elaswave_plugin.checkpoints.directory import read_directory
-from elaswave_plugin.checkpoints.loading import check_loadable
+from elaswave_plugin.checkpoints.directory import check_loadable, read_directory
 from tests.adapters.megatron_lm.conftest import Launch
 from tests.adapters.megatron_lm.harness import (
     EVALUATION,

@@ -18,8 +18,7 @@ from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import IterableDataset
 
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.plain import decode, encode
-from elaswave_plugin.values.rows import row_of
+from elaswave_plugin.values.plain import decode, encode, row_of
 
 # A recovery goes back to the present update or the last one.
 _REMEMBERED_UPDATES = 2

@@ -15,8 +15,7 @@ from elaswave_plugin.adapters.deepspeed.engine.loader import (
 )
 from elaswave_plugin.adapters.deepspeed.engine.own_loops import OwnLoops
 from elaswave_plugin.adapters.deepspeed.engine.reads import Reads
-from elaswave_plugin.adapters.evaluation_passes import evaluation_hooks
-from elaswave_plugin.adapters.pass_hooks import PassHooks
+from elaswave_plugin.adapters.pass_hooks import PassHooks, evaluation_hooks
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.torch_loader import no_places

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from elaswave_plugin.checkpoints.deepspeed_tag import flaw_of, shards_of
-from elaswave_plugin.checkpoints.directory import DEEPSPEED_TRACKER
-from elaswave_plugin.checkpoints.loading import check_everywhere, check_loadable
+from elaswave_plugin.checkpoints.directory import (
+    DEEPSPEED_TRACKER,
+    check_everywhere,
+    check_loadable,
+)
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.drafts import Drafts
 

@@ -24,7 +24,7 @@ from elaswave_plugin.core.step.loss_parts import (
     nearest,
 )
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # A loss that has no terms.
 WHOLE = ""

@@ -31,8 +31,7 @@ from elaswave_plugin.recovery.handshake import Handshake
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import digest_of
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
-from elaswave_plugin.values.gathered import told_by
-from elaswave_plugin.values.plain import decode, encode
+from elaswave_plugin.values.plain import decode, encode, told_by
 
 _FROZEN = "what no step changes"
 

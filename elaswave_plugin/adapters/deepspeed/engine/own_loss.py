@@ -42,7 +42,7 @@ from elaswave_plugin.core.step.loss_parts import RULES, SAMPLES, TOKENS, Interva
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loss_terms import added
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 _PAGE = "docs/deepspeed.md"
 

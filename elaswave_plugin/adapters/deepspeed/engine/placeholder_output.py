@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elaswave_plugin.adapters.deepspeed.engine.output_forms import Forms
-from elaswave_plugin.values.gathered import gathered, told_by
+from elaswave_plugin.values.plain import gathered, told_by
 
 _INPUT, _OUTPUT = "the batch that the engine is called with", "the output of the engine"
 Signature = tuple[tuple[int, ...], ...]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # What a call was: an iterator, a batch, the end of an epoch.
 ITERATOR, BATCH, END = "i", "b", "e"

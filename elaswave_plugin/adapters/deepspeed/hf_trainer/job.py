@@ -29,7 +29,7 @@ from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.loops.called import CalledLoop
 from elaswave_plugin.loss_terms import added, weighed_by
 from elaswave_plugin.step_state.step_state import Part as StatePart
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 Value = TypeVar("Value")
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elaswave_plugin.tracking.tensorboard_sink import points_of
-from elaswave_plugin.tracking.wandb_files import history_rows, whereabouts
+from elaswave_plugin.tracking.sinks import history_rows, points_of, whereabouts
 
 Run = Mapping[str, Any]  # what names a run, as plain values
 # Each line of a Trainer's log has it, so that it counts them.

@@ -20,8 +20,8 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.ipc.progress_page import phase
 from elaswave_plugin.tracking.only_said import only_said
-from elaswave_plugin.tracking.wandb_sink import FLUSH_INTERVAL_S
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.tracking.sinks import FLUSH_INTERVAL_S
+from elaswave_plugin.values.plain import gathered
 
 _INTEGRATIONS = "transformers.integrations"
 

@@ -49,7 +49,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.console import say
 from elaswave_plugin.loss_terms import added, weighed_by
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # (batch, items of the step) -> loss.
 Compute = Callable[[Any, Any], torch.Tensor]

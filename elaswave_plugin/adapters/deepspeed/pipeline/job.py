@@ -53,7 +53,7 @@ from elaswave_plugin.step_state.engine_parts import (
     Weights,
 )
 from elaswave_plugin.step_state.step_state import StepState
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 _GIVE_DATA = (
     "give the dataset to deepspeed.initialize as training_data, or take the batches from "

@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # Of a module, of the parameter, and whether it left its module as an output.
 _Use = tuple[str, str, bool]

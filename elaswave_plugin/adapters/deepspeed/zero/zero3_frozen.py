@@ -17,7 +17,7 @@ from elaswave_plugin.core.layout.shards import padded_size
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.shared_memory import Place, SharedMemory
 from elaswave_plugin.snapshot.free_memory import available_bytes
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 _ALIGNMENT_BYTES = 16
 

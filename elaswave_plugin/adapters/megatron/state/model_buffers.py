@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from elaswave_plugin.adapters.megatron.state.recomputed_buffers import RecomputedBuffers
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.step_state.changing import Changing, average, why_no_average
+from elaswave_plugin.step_state.engine_parts import Changing, average, why_no_average
 from elaswave_plugin.step_state.step_state import Part, copied, digest_of
-from elaswave_plugin.values.rows import row_of
+from elaswave_plugin.values.plain import row_of
 
 # Buffers that the capsule has, and counts of a step that are dropped with it (expert_bias.py).
 _OF_ROUTERS = ("expert_bias", "local_tokens_per_expert")

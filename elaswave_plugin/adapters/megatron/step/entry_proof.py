@@ -2,7 +2,7 @@
 
 Its weights are compared by digests at its entry. What its script does with them only a pass shows:
 one of its micro-batches is run once more by another replica, and the losses are compared before the
-update (`core/recovery_plan/entry_checks.py` chooses the worker).
+update (`core/recovery_plan/plan.py` chooses the worker).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import xxhash
 from elaswave_plugin.adapters.host_draws import undone_numbers
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.recovery_plan.entry_checks import EntryCheck, entry_checks
+from elaswave_plugin.core.recovery_plan.plan import EntryCheck, entry_checks
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.recovery.worker import Worker

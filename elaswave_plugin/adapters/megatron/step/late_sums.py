@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from elaswave_plugin.communicator.groups.work import ElasticWork
+from elaswave_plugin.communicator.groups.group_core import ElasticWork
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.errors import ConfigurationError, ElasWaveError
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 _FOLDS: tuple[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], ...] = (
     ("SUM", torch.add),

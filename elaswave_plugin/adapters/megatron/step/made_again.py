@@ -29,7 +29,7 @@ from elaswave_plugin.adapters.megatron.step.replica_sampler import (
     replica_name,
 )
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.rows import bytes_of
+from elaswave_plugin.values.plain import bytes_of
 
 # What is larger is not taken apart again in each step.
 _CHECKED_BYTES = 1 << 16

@@ -24,7 +24,7 @@ from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradie
 from elaswave_plugin.adapters.megatron.sums.accumulators import ASIDE, GradAccumulators
 from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.adapters.megatron.sums.tied_embeddings import TiedWeight, add_other_stage
-from elaswave_plugin.communicator.groups import tagged
+from elaswave_plugin.communicator.groups import group_calls
 from elaswave_plugin.core.planner.layer_times import LAYER
 from elaswave_plugin.core.planner.layer_times import WEIGHTS as WEIGHT_PASS
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
@@ -315,7 +315,7 @@ class RaggedPipeline:
         for rank, low, high in self._shares(op, part):
             tag = self._tag(op.start + low, taking_in=part, backward=backward)
             dense = rows[:, low:high].contiguous()
-            work = tagged.send(dense, self._group, rank=rank, tag=tag)
+            work = group_calls.send(dense, self._group, rank=rank, tag=tag)
             self._sends.append((work, dense))
 
     def _receive(self, op: Op, part: int) -> torch.Tensor:
@@ -330,6 +330,6 @@ class RaggedPipeline:
                 device=torch.cuda.current_device(),
             )
             tag = self._tag(op.start + low, taking_in=self._part_of(op), backward=backward)
-            arriving.append(tagged.receive(space, self._group, rank=rank, tag=tag))
+            arriving.append(group_calls.receive(space, self._group, rank=rank, tag=tag))
         rows = [one.wait() for one in arriving]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

@@ -14,7 +14,7 @@ from elaswave_plugin.adapters.megatron.step.replica_run import ReplicaRun
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # Items that are kept of each replica, where they are not read.
 _REMEMBERED = 1024

@@ -19,7 +19,7 @@ from torch.distributed import AllToAllOptions, Work
 from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums
 from elaswave_plugin.around import around
 from elaswave_plugin.communicator.groups import term_sums
-from elaswave_plugin.communicator.groups.work import ElasticWork
+from elaswave_plugin.communicator.groups.group_core import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
 from elaswave_plugin.errors import ConfigurationError, EpochChanged

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_attr_wrapped_model
 
-from elaswave_plugin.communicator.groups import tagged
+from elaswave_plugin.communicator.groups import group_calls
 from elaswave_plugin.core.layout.shards import padded_size
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 
@@ -83,8 +83,8 @@ def add_other_stage(
         theirs = torch.empty_like(grad[low:high])
         # A copy: the sum goes into the same memory, maybe before the bytes have left.
         mine = grad[low:high].clone()
-        arriving.append((low, tagged.receive(theirs, group, rank=rank, tag=tag)))
-        sends.append(tagged.send(mine, group, rank=rank, tag=tag))
+        arriving.append((low, group_calls.receive(theirs, group, rank=rank, tag=tag)))
+        sends.append(group_calls.send(mine, group, rank=rank, tag=tag))
     for low, one in arriving:
         theirs = one.wait()
         grad[low : low + theirs.numel()] += theirs
