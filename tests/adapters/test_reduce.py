@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave_plugin.adapters import grad_norm
 from elaswave_plugin.adapters.grad_norm import canonical_norm
-from elaswave_plugin.adapters.megatron.compat import grad_norm
 from tests.communicator.forked import Peer, Workers
 
 NUMEL = 50_021

@@ -39,13 +39,8 @@ def arrows_of(room: str) -> list[str]:
 
 
 def rooms_list() -> str:
-    """Write the list of the rooms that lie in no other one; READMEs have those within."""
-    lines = []
-    for room in sorted(room for room in ROOMS if "/" not in room):
-        path = f"{room}/" if room in FOLDERS else f"{room}.py"
-        purpose = _purpose(room) if room in FOLDERS else _first_line(PACKAGE / f"{room}.py")
-        lines.append(f"- `{path}`: {purpose}")
-    return "\n".join(lines)
+    """Write the list of the folders that lie in no other one; READMEs have those within."""
+    return "\n".join(f"- `{room}/`: {_purpose(room)}" for room in FOLDERS if "/" not in room)
 
 
 def _purpose(room: str) -> str:

@@ -33,7 +33,7 @@ from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import Contribution
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
-from elaswave_plugin.values.gathered import gathered
+from elaswave_plugin.values.plain import gathered
 
 # Called with (data iterator, model chunk, samples) before each forward step.
 Begin = Callable[[Any, Any, Samples], None]

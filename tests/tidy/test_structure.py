@@ -1,0 +1,51 @@
+"""Files of a room import each other in no circle, and names stay in their rooms."""
+
+from tests.tidy.function_index import PAGE
+from tests.tidy.structure import (
+    MOST_FILES,
+    NAMES_EPOCH_CHANGED,
+    circle,
+    journey_findings,
+    journeys,
+    who_imports,
+)
+from tests.tidy.test_tidy import modules
+
+AT = "elaswave_plugin.snapshot."
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle(modules()) == []
+
+
+def test_a_circle_is_found_also_where_a_function_imports() -> None:
+    here = (f"from {AT}b import x", f"{AT}a", False)
+    there = (f"def f():\n    from {AT}a import y", f"{AT}b", False)
+    assert set(circle([here, there])) == {f"{AT}a", f"{AT}b"}
+    typed = (f"if TYPE_CHECKING:\n    from {AT}a import y", f"{AT}b", False)
+    assert circle([here, typed]) == []
+
+
+def test_ballots_stay_with_the_agreement() -> None:
+    names = {one.rpartition(".")[0] for one in who_imports("Ballot", modules())}
+    assert names == {"core.agreement", "testing"}
+
+
+def test_only_what_has_to_names_epoch_changed_above_the_loops() -> None:
+    above = ("adapters", "rehearsal", "demo", "cli", "deepspeed", "megatron_")
+    found = {one for one in who_imports("EpochChanged", modules()) if one.startswith(above)}
+    assert found == NAMES_EPOCH_CHANGED.keys()
+
+
+def test_the_journeys_of_the_page_are_those_of_the_code() -> None:
+    page = PAGE.read_text("utf-8")
+    assert journeys(page).keys() == MOST_FILES.keys()
+    assert journey_findings(page) == []
+
+
+def test_a_journey_by_a_function_that_is_none_is_found() -> None:
+    page = "- **death**, by `agent/seat.py:Seat.on_end`, `agent/seat.py:Seat.fly`\n"
+    assert journey_findings(page) == ["death: agent/seat.py has no Seat.fly"]
+    assert journey_findings(page.replace(", `agent/seat.py:Seat.fly`", "")) == []
+    many = ", ".join(f"`{path}`" for path in ("agent/seat.py:Seat.on_end",))
+    assert journeys(f"- **bytes** {many}\n") == {"bytes": [("agent/seat.py", "Seat.on_end")]}
