@@ -250,7 +250,7 @@ def test_a_list_of_rank_0_that_the_next_one_does_not_have(run: Launch, tmp_path:
 
 @proves(Kind.RAISE, Promise.STOPS)
 def test_a_last_save_that_fails_on_rank_0_fails_the_job(run: Launch, tmp_path: Path) -> None:
-    """What it does alone behind the last step, no other worker does again."""
+    """No other worker does again what it does alone behind the last step."""
     fails = "    if torch.distributed.get_rank() == 0:\n        raise OSError('no space is left')\n"
     loop = own_loop.LOOP.rstrip()
     script = own_loop.write(tmp_path, (loop, f"{loop}\n{fails}"))
