@@ -65,7 +65,7 @@ def test_every_verb_refuses_a_variable_that_is_nearly_read(
             "key 'respwan' (value 3); did you mean 'respawn'?",
         ),
         ("a.json", {"elaswave": {"enabld": True}}, "'enabled' is the switch of the section"),
-        ("a.json", {"elaswave": {"consistency": "exact"}}, "'consistency' is 'exact', wanted"),
+        ("a.json", {"elaswave": {"consistency": "bits"}}, "'consistency' is 'bits', wanted"),
         ("a.json", {"elaswav": {"respawn": 3}}, "unknown key 'elaswav'; did you mean 'elaswave'?"),
     ],
 )

@@ -133,7 +133,13 @@ def test_another_version_is_refused_before_its_answer_is_used(
     monkeypatch.setattr(join, "ask_roster", lambda *_: theirs)
     monkeypatch.setattr(join, "secret_at", lambda *_: Secret.new())
     spec = SimpleNamespace(
-        join="h:1", run_dir=None, nproc_per_node=1, script="train.py", args=(), module=False
+        join="h:1",
+        run_dir=None,
+        nproc_per_node=1,
+        script="train.py",
+        args=(),
+        module=False,
+        reserve=0,
     )
     with pytest.raises(ConfigurationError, match=r"the job runs version 0\.0\.0"):
         join.find_vacancy(cast("Any", spec))
