@@ -245,7 +245,7 @@ class KeptSums:
         self.before_update()
         if self._in_backward:
             self._complete_first(False)
-            self._why_not = "a backward pass took too long to be completed"
+            self._why_not = "a backward pass was not completed"
         elif not self._complete:
             self._why_not = "no micro-batch was complete"
         elif self._why_not is None and not self.is_as_begun(self._step):
