@@ -388,6 +388,7 @@ class MegatronFramework:
 
     def _rebind(self, plan: RecoveryPlan, first: int) -> None:
         ask_again(self._optimizer, self._distributed)
+        self.reduction.kept.rebound(plan.dataflow)
         if self.take_place(plan.dataflow):
             if isinstance(plan.dataflow, PipelineFlow):
                 self._take_stage(plan.dataflow)

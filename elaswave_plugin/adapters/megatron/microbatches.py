@@ -221,6 +221,8 @@ class Microbatches:
         self._in_step = not forward_only if in_step is None else in_step
         adds_up = self._in_step and not forward_only
         sums = bound.reduction.kept if bound is not None and adds_up else None
+        if sums is not None and sums.is_as_begun is None:
+            sums = None
         flow, self._earlier = self._gone_on(flow, sums)
         self._patch(flow)
         if not forward_only and flow is not self._placed:
@@ -285,7 +287,7 @@ class Microbatches:
         With stages, collective over WORLD in a step that is redone: all go on from what all have.
         """
         worker = self._worker
-        if sums is None or sums.is_as_begun is None:
+        if sums is None:
             return flow, ()
         earlier, again = sums.take_stand(), frozenset[int]()
         if isinstance(flow, PipelineFlow):

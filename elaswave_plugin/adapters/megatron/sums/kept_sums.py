@@ -95,7 +95,7 @@ class KeptSums:
             self._why_not = "forward_backward trains the model more than once in a step"
             return
         self.forget()
-        self.contribution, self._part = contribution, self._present_part()
+        self.contribution, self._part = contribution, self._part_of(self._worker.dataflow)
         self._step, self._epoch, self._counts = step, epoch, True
         if contribution is None:
             self._why_not = "no replica was run here as a whole"
@@ -229,8 +229,7 @@ class KeptSums:
         """Raise EpochChanged where a view is proposed that a pass was completed before."""
         self._worker.member.check()
 
-    def _present_part(self) -> Any:
-        flow = self._worker.dataflow
+    def _part_of(self, flow: object) -> Any:
         return flow.part(self._worker.slot) if isinstance(flow, PipelineFlow) else None
 
     def _present_versions(self) -> list[int]:
@@ -258,6 +257,11 @@ class KeptSums:
                 place *= factor
         self._copies.clear()
 
+    def rebound(self, flow: object) -> None:
+        """The model is that of a flow now; another recovery may bring back what it was."""
+        if self._part_of(flow) != self._part:
+            self._why_not = "this worker has had another part of the model since"
+
     @property
     def _is_asked(self) -> bool:
         """True in the redo of the step that the buffers are of."""
@@ -281,8 +285,7 @@ class KeptSums:
         if flow.is_healthy:
             return "all of the workers of the launch are there"
         if isinstance(flow, PipelineFlow):
-            moved = flow.part(worker.slot) != self._part
-            return "this worker has another part of the model now" if moved else None
+            return None
         if kept not in flow.contributions(worker.slot):
             return "the work is dealt otherwise"
         # Those that a contribution is sent to multiply it.
