@@ -28,7 +28,7 @@ def convoys(
     victim: Callable[[Any], object] = lambda fault: fault.slot,
     first: int | None = None,
 ) -> list[Any]:
-    """The cases of a parameter, an eighth of whose convoys is in each part.
+    """The cases of a parameter, a twelfth of whose convoys is in each part.
 
     ``spec_of(*case)``: the launch of a case alone. A convoy has cases of one job with up to
     ``most`` faults, each with another ``victim``, in an order that is drawn where they are in the

@@ -16,7 +16,7 @@ import pytest
 from tests.proofs import proof_of, struck
 
 SAMPLE = "ELASWAVE_SAMPLE"
-PARTS = 8
+PARTS = 12
 # A file with more cases of fault tests than these is dealt out whole; of others, the families are.
 SMALL_FILE = 3
 # Its field `part` is the part that all runs draw.
@@ -28,7 +28,7 @@ Cases = dict[Case, list[pytest.Item]]
 
 
 def sampled(cases: Iterable[Any], *, most: int | None = None) -> list[Any]:
-    """The cases of a parameter, an eighth of which is in each part.
+    """The cases of a parameter, a twelfth of which is in each part.
 
     ``most``: no more than these are, for what is dear; a fixed choice of the others is for
     `make matrix` alone.
@@ -122,7 +122,7 @@ def decks_of(items: Sequence[pytest.Item]) -> dict[str, Cases]:
 
 
 def deal(cases: Cases, dice: random.Random) -> list[list[Case]]:
-    """Deal an eighth of the cases to each part, rounded up: when all are dealt, once more.
+    """Deal a twelfth of the cases to each part, rounded up: when all are dealt, once more.
 
     Next comes one that has most values that no other one of the part has, and chance decides.
     """

@@ -2,7 +2,7 @@
 
 Tests of the files of FAULTS are marked `fault`, and of its folders those with a fixture of STARTS,
 but for the representatives. `make check` runs the folders of CHECK but for LONG, `make test` what
-is not marked, `make faults` what is. Of large families and files one of eight parts is run
+is not marked, `make faults` what is. Of large families and files one of twelve parts is run
 (`tests/sample.py`); tests marked `slow` wait for `make matrix`.
 """
 

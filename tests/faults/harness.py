@@ -529,7 +529,9 @@ def check_equal(run: Outcome, reference: Outcome) -> None:
 
 def hang_of(run: Outcome) -> dict[str, Any]:
     """The only hang of a run; its worker was killed before its limit, and not long before."""
-    (found,) = run.events("hang_found")
+    every = run.events("hang_found")
+    assert len(every) == 1, every
+    (found,) = every
     ended = next(e for e in run.events("worker_exited") if e["slot"] == found["slot"])
     assert ended["evidence"].startswith(f"no progress for {found['stalled_s']:.1f} s")
     may_stall_s = found["limit_s"] - min(0.4, 0.2 * found["limit_s"])
