@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -242,16 +242,24 @@ class Member:
         """Raise EpochChanged where a newer view is proposed, JobStopped where the job ends."""
         if self._stop_reason is not None:
             raise self._stopped()
-        if self._proposed_epoch > self._returned_epoch and not self.goes_on:
+        if self._proposed_epoch > self._returned_epoch and not self._passes_over:
             raise EpochChanged(self._proposed_epoch, self._proposed_reason)
 
     def go_on(self, wanted: bool) -> None:
         """Complete what begins here before a proposal is heard, if that does not take too long."""
         self._goes_on = wanted
 
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Inside, an interruption is passed over as long as ``check`` would not hear it."""
+        try:
+            yield
+        except EpochChanged:
+            if not self._passes_over:
+                raise
+
     @property
-    def goes_on(self) -> bool:
-        """True while a proposal would not be heard by ``check``."""
+    def _passes_over(self) -> bool:
         limit_s = self._answer_within_s * _COMPLETED_WITHIN
         return self._goes_on and time.monotonic() - self._proposed_at_s < limit_s
 

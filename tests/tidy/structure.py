@@ -11,13 +11,6 @@ from tests.tidy.rules import PACKAGE
 # (source, module, whether it is a package's), as `modules` of test_tidy.py gives them.
 Files = Iterable[tuple[str, str, bool]]
 
-# The files above the loops that may name EpochChanged, and why each has to.
-NAMES_EPOCH_CHANGED = {
-    "adapters.megatron_lm.patches": "Megatron-LM's training loop counts an exception as its end",
-    "adapters.megatron_lm.hooks": "a with-block of Megatron-LM's is told what it was left by",
-    "adapters.megatron.sums.reduction": "a sum keeps what was whole when it was left",
-    "adapters.deepspeed.engine.attached": "the script owns the loop, whose body is left by it",
-}
 # Journeys of docs/inside.md: the most files of each.
 MOST_FILES = {"death": 36, "bytes": 20}
 _STEP = re.compile(r"`([\w/]+\.py):([\w.]+)`")

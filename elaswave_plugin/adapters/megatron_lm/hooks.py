@@ -32,9 +32,7 @@ from elaswave_plugin.around import around
 from elaswave_plugin.checkpoints.directory import MEGATRON_TRACKER, check_everywhere, check_loadable
 from elaswave_plugin.command_line import from_namespace
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.errors import EpochChanged
 from elaswave_plugin.ipc.environment import read_reserve
-from elaswave_plugin.recovery.relief import words_of
 from elaswave_plugin.values.set_within import set_within
 
 Native = Callable[..., Any]
@@ -268,13 +266,9 @@ class Hooks:
         if self.job is None or self.job.all_have_place:
             self.piece(dist.barrier, group=group)
 
-    def leave_detector(
-        self, native: Native, detector: Any, ex_type: Any, ex_val: Any, ex_tb: Any
-    ) -> Any:
-        """An interrupted step, and one that may be redone with less, is no error to be shown."""
-        if ex_type is EpochChanged or (ex_val is not None and words_of(ex_val)):
-            ex_type = ex_val = ex_tb = None
-        return native(detector, ex_type, ex_val, ex_tb)
+    def leave_detector(self, native: Native, detector: Any, *raised: Any) -> Any:
+        """Show no stack: a step may be made again, and an error is shown where it ends."""
+        return native(detector, *[None] * len(raised))
 
     # ---- checkpoints ----------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from elaswave_plugin.adapters.megatron_lm.hooks import Hooks, has_index_builder
 from elaswave_plugin.adapters.megatron_lm.script_writers import TENSORBOARD, WANDB
 from elaswave_plugin.adapters.patching import Hook, PatchRecord, PatchSet
 from elaswave_plugin.around import around
-from elaswave_plugin.errors import EpochChanged
 
 _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets"
@@ -210,10 +209,10 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
         record(
             "megatron.core.utils:StragglerDetector.__exit__",
             around(hooks.leave_detector),
-            "it shows the stack of whatever passes it, and an interrupted step is no error",
+            "it shows the stack of whatever passes it, also of a step that is made again",
             *("self", "ex_type", "ex_val", "ex_tb"),
             valid=SCRIPTS,
-            hook=Hook("megatron.core.utils:no_error_hook", lambda method: EpochChanged),
+            hook=Hook("megatron.core.utils:no_error_hook", lambda method: BaseException),
         ),
     ]
 

@@ -20,7 +20,7 @@ from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.torch_loader import no_places
 from elaswave_plugin.adapters.unbound import Unbound
-from elaswave_plugin.errors import ConfigurationError, ElasWaveError, EpochChanged
+from elaswave_plugin.errors import ConfigurationError, ElasWaveError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
 
@@ -231,7 +231,7 @@ class AttachedEngine:
             before, self._working = self._working, True
             try:
                 return work()
-            except EpochChanged:
+            except BaseException:
                 for module, training in modes:
                     module.training = training
                 raise

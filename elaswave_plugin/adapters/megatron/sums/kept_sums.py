@@ -9,6 +9,7 @@ sums is the same either way. With stages all tell each other, as one runs again 
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -164,10 +165,9 @@ class KeptSums:
         self._in_backward = wanted
         self._worker.member.go_on(wanted)
 
-    @property
-    def is_completing(self) -> bool:
-        """True while a backward pass is completed although a view is proposed."""
-        return self._in_backward and self._worker.member.goes_on
+    def completing(self) -> AbstractContextManager[None]:
+        """Inside, an interruption is passed over while a backward pass is completed."""
+        return self._worker.member.going_on()
 
     def before_reduction(self, bucket: Any, shard: torch.Tensor) -> None:
         """Copy this worker's shard of a bucket, over which the reduced one is written."""

@@ -22,7 +22,7 @@ from elaswave_plugin.communicator.groups import term_sums
 from elaswave_plugin.communicator.groups.group_core import ElasticWork
 from elaswave_plugin.core.step.dataflow import Dataflow
 from elaswave_plugin.core.step.sum_order import Contribution, FoldTerm
-from elaswave_plugin.errors import ConfigurationError, EpochChanged
+from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.values.set_within import set_within
 
 # Of a worker's shard of a bucket, exchanged and added at once: 4 MiB.
@@ -223,16 +223,13 @@ class GradientReduction:
     def _start(
         self, group: Any, native: Callable[..., None], force_all_reduce: bool | None = False
     ) -> None:
-        try:
+        # Where the backward pass that it is a part of is completed, nothing is reduced.
+        with self.kept.completing():
             self._announce("reduce")
             for bucket in group.buckets if self.kept.contribution is not None else ():
                 self.kept.before_reduction(bucket, self._shard(bucket, self._group.rank()))
                 self.kept.scales(bucket)
             native(force_all_reduce=force_all_reduce)
-        except EpochChanged:
-            # The backward pass that it is a part of is completed, and nothing is reduced.
-            if not self.kept.is_completing:
-                raise
 
     def _finish(
         self, group: Any, native: Callable[..., None], force_all_reduce: bool | None = False
