@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elaswave_plugin.core.planner.pipeline_flow import flow_of
-from elaswave_plugin.core.planner.redo_flow import redo_flow
+from elaswave_plugin.core.planner.redo_flow import redo_flow, saves_time
 from elaswave_plugin.core.step.schedule import peak_in_flight
 from elaswave_plugin.core.step.simulate import LinkTime, StageTime, simulate
 from tests.core.test_pipeline_flow import after_losses
@@ -57,6 +57,8 @@ def test_what_is_missing_runs_once_at_each_stage(
         assert sorted(ran) == sorted(lacks)
     reported = [k for group in layout.stages[-1] for k in flow.reports(group.slots[0])]
     assert sorted(reported) == list(range(count))
+    if all(kept[slot] == range(replicas[slot], count, dp) for slot in replicas):
+        assert saves_time(flow, planned)
     # It does not block, and a worker holds one micro-batch a slot.
     simulate(flow.every_list(), (StageTime(forward_s=1.0, backward_s=2.0),) * pp, LinkTime())
     for window, lists in zip(planned.windows, flow.every_list(), strict=True):

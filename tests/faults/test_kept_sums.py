@@ -167,7 +167,6 @@ def test_stages_that_are_met_amid_their_passes(
     sampled(
         [
             (STAGES, ("1@2:reduce", "3@2:replay")),
-            (STAGES, ("0@2:optimizer", "3@2:optimizer")),
             (STAGES, ("1@2:gather", "2@4:optimizer")),
             (replace(STAGES, nproc=8, global_batch=16), ("1@2:reduce", "6@2:replay")),
             (TP_GROUPS, ("2@2:optimizer", "7@2:replay")),
@@ -181,6 +180,18 @@ def test_stages_that_lose_workers_in_turn(
     struck = run(replace(spec, kills=kills))
     check_equal(struck, reference(spec))
     assert any(kept(struck).values())
+
+
+@proves(Kind.KILLS, Promise.EQUAL)
+def test_all_is_run_again_where_no_micro_batch_is_whole_at_each_stage(
+    run: Launch, reference: Reference
+) -> None:
+    """Each stage has lost another replica, so that what is kept would save nothing."""
+    spec = replace(STAGES, kills=("0@2:optimizer", "3@2:optimizer"))
+    struck = run(spec)
+    check_equal(struck, reference(spec))
+    last = [one for one in struck.events("sums_kept") if one["slot"] in (1, 2)][-2:]
+    assert {one["why_not"] for one in last} == {"all of the step takes no longer"}
 
 
 @proves(Kind.KILL, Promise.EQUAL)
@@ -219,8 +230,8 @@ SABOTAGE = {
     "twice": (
         "from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums\n"
         "stand = KeptSums.take_stand\n"
-        "def again(self):\n"
-        "    found = stand(self)\n"
+        "def again(self, *why_not):\n"
+        "    found = stand(self, *why_not)\n"
         "    for buffer in self._buffers:\n"
         "        buffer.grad_data *= 2.0 if found else 1.0\n"
         "    return found\n"
@@ -229,8 +240,8 @@ SABOTAGE = {
     "not at all": (
         "from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums\n"
         "stand = KeptSums.take_stand\n"
-        "def lost(self):\n"
-        "    found = stand(self)\n"
+        "def lost(self, *why_not):\n"
+        "    found = stand(self, *why_not)\n"
         "    for buffer in self._buffers:\n"
         "        buffer.grad_data *= 0.0 if found else 1.0\n"
         "    return found\n"

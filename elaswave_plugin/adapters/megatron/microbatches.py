@@ -27,7 +27,7 @@ from elaswave_plugin.adapters.upstream_sources import Row, say_unknown
 from elaswave_plugin.core.layout.layout import Coordinate
 from elaswave_plugin.core.planner.costs import deal_within
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.planner.redo_flow import redo_flow
+from elaswave_plugin.core.planner.redo_flow import redo_flow, saves_time
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement
 from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import Contribution
@@ -289,15 +289,16 @@ class Microbatches:
         worker = self._worker
         if sums is None:
             return flow, ()
-        earlier, again = sums.take_stand(), frozenset[int]()
-        if isinstance(flow, PipelineFlow):
-            if not worker.phases.replaying or flow.is_healthy:
-                return flow, ()
-            kept = dict(zip(worker.ranks, gathered([*earlier]), strict=True))
-            if not any(kept.values()):
-                return flow, ()
-            flow = redo_flow(flow, kept)
-            again = frozenset(k for slot in worker.ranks for k in flow.microbatches(slot))
+        offered, why_not, again = sums.offered(), None, frozenset[int]()
+        if isinstance(flow, PipelineFlow) and worker.phases.replaying and not flow.is_healthy:
+            kept = dict(zip(worker.ranks, gathered([*offered]), strict=True))
+            redo = redo_flow(flow, kept) if any(kept.values()) else flow
+            if saves_time(redo, flow):
+                flow = redo
+                again = frozenset(k for slot in worker.ranks for k in flow.microbatches(slot))
+            else:
+                why_not = "all of the step takes no longer"
+        earlier = sums.take_stand(why_not)
         step, used = self._used
         for microbatch in earlier if step == worker.completed else ():
             # In this view, too, they are used once; they are not read again.

@@ -293,12 +293,25 @@ class KeptSums:
             return "the sum was divided, and is to be sent to others"
         return None
 
-    def take_stand(self) -> tuple[int, ...]:
-        """Return the micro-batches that are not run again, and say so, or why there are none."""
+    def offered(self) -> tuple[int, ...]:
+        """The micro-batches that this worker need not run again; memory is taken for the others."""
+        if not self._is_asked:
+            return ()
+        self._why_not = self._why_it_falls() or self._no_room()
+        return () if self._why_not else self.done
+
+    def take_stand(self, why_not: str | None = None) -> tuple[int, ...]:
+        """Return what is not run again of what was ``offered``, and say so, or why it is nothing.
+
+        ``why_not``: why all of the step is run again everywhere, if so.
+        """
         worker = self._worker
         if not self._is_asked:
             return ()
-        why_not = self._why_it_falls() or self._no_room()
+        if self._why_not is None and why_not is not None:
+            self._why_not = why_not
+            self._clear()
+        why_not = self._why_not
         worker.events.emit(
             "sums_kept",
             slot=worker.slot,
@@ -326,9 +339,13 @@ class KeptSums:
         )
         if self.room is not None:
             return None
+        self._clear()
+        return "there is no memory for other gradients beside it"
+
+    def _clear(self) -> None:
+        """Zero what stood: gradients were not, where the script had them zeroed."""
         for buffer in self._buffers:
             buffer.grad_data.zero_()
-        return "there is no memory for other gradients beside it"
 
     def _zero(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Gradients are zeroed: what stands is not touched, and all else is forgotten.
