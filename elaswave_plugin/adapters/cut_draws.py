@@ -89,9 +89,17 @@ class _Rows(NamedTuple):
 class CutDraws:
     """The draws of one worker's passes."""
 
-    def __init__(self, tell: Callable[[tuple[int, ...]], None] = lambda shape: None) -> None:
-        """``tell(shape)``: numbers of this shape are not keyed by sample, as found in passes."""
-        self._tell = tell
+    def __init__(
+        self,
+        tell: Callable[[tuple[int, ...]], None] = lambda shape: None,
+        *,
+        sequence_first: bool = False,
+    ) -> None:
+        """``tell(shape)``: numbers of this shape are not keyed by sample, as found in passes.
+
+        ``sequence_first``: tensors of three dimensions have samples in the second one, if anywhere.
+        """
+        self._tell, self._sequence_first = tell, sequence_first
         self._kernels = DrawingKernels(self._draw)
         self.parts: tuple[Part, ...] = ()
         # Rows of a batch, by its samples: pairs have two blocks of them.
@@ -105,13 +113,20 @@ class CutDraws:
         """Draw for these samples from now on; ``watched``: tell also while they are not cut."""
         torch.manual_seed(parts[0].key)
         self.parts = parts
+        self._forget()
         self._is_on = watched or self.is_cut
-        self._known.clear()
-        self._last.clear()
         if self._is_on:
             self._kernels.install()
         else:
             self._kernels.remove()
+
+    def know(self, parts: tuple[Part, ...]) -> None:
+        """Draw for these samples wherever torch's own generator is seeded by their first key."""
+        self._kernels.install()
+        device = _devices()[-1]
+        states = tuple(_fresh(one.key, device) for one in parts)
+        self._known[device, _name(states[0])] = _Streams(parts, states)
+        self.parts, self._is_on = parts, True
 
     def end(self) -> None:
         """Samples have been drawn for."""
@@ -120,7 +135,12 @@ class CutDraws:
     def close(self) -> None:
         """Leave torch as it was."""
         self.end()
+        self._forget()
         self._kernels.remove()
+
+    def _forget(self) -> None:
+        self._known.clear()
+        self._last.clear()
 
     @property
     def is_cut(self) -> bool:
@@ -168,12 +188,12 @@ class CutDraws:
     # ---- the streams ----------------------------------------------------------------------------
 
     def _streams(self, device: torch.device) -> _Streams:
-        """Return the streams of the state that torch's own generator is in."""
+        """Return the streams of the state of torch's own generator; without states if uncut."""
         generator = _generator(device)
         state = generator.get_state()
         known = self._known.get((device, _name(state)))
-        if known is not None:
-            return known
+        if known is not None or not self.is_cut:
+            return known or _Streams(self.parts, ())
         if generator.initial_seed() != self.parts[0].key:
             # The script has seeded it, in the passes of all micro-batches alike.
             return _Streams(self.parts, (state,) * len(self.parts))
@@ -194,7 +214,7 @@ class CutDraws:
         if not (self._is_on and tensors) or tensors[0].device.type not in ("cpu", "cuda"):
             return call.made()
         device = tensors[0].device
-        streams = self._streams(device) if self.is_cut else _Streams(self.parts, ())
+        streams = self._streams(device)
         rows = self._rows(tensors[0], streams.parts) if call.has_rows else None
         if rows is None:
             self._tell(tuple(tensors[0].shape))
@@ -205,7 +225,8 @@ class CutDraws:
         samples, shape = sum(one.rows for one in parts), tensor.shape
         lengths = [samples * self.blocks, samples]
         for length in lengths:
-            for dim in (0, 1)[: 2 if len(shape) > 2 else len(shape)]:
+            dims = (0, 1)[: 2 if len(shape) > 2 else len(shape)]
+            for dim in dims[::-1] if self._sequence_first and len(shape) == 3 else dims:
                 if shape[dim] == length:
                     return _Rows(dim, length, length // samples, samples)
         # Heads or places of each sample.

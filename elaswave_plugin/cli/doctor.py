@@ -229,16 +229,12 @@ def read_ledger() -> tuple[Entry, ...]:
 def _of_megatron() -> Iterable[Entry]:
     from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
     from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
-    from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
     from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
 
     yield from (Entry(record, "no GPU") for record in cpu_patches().records)
     always = {record.target for record in elastic_patches(exact=False).records}
     for record in elastic_patches(exact=True).records:
         yield Entry(record, "elastic" if record.target in always else "elastic, exact")
-    yield from (
-        Entry(record, "elastic, after a loss under resize") for record in cut_patches().records
-    )
     yield from (
         Entry(record, "elastic, while backwards are split")
         for record in WeightGradients().patches.records

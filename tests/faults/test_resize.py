@@ -150,9 +150,8 @@ def test_without_cut_masks_the_losses_differ(run: Launch, reference: Reference) 
         resized(PP2_DP3),
         kills=("1@3:backward",),
         sabotage="""
-from elaswave_plugin.adapters.megatron import microbatches
-from elaswave_plugin.adapters.patching import PatchSet
-microbatches.cut_patches = lambda: PatchSet([])
+from elaswave_plugin.adapters.cut_draws import CutDraws
+CutDraws.know = lambda draws, parts: None
 """,
     )
     survived = run(spec)

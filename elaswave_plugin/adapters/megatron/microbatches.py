@@ -9,13 +9,14 @@ from typing import Any
 from megatron.core import parallel_state
 
 from elaswave_plugin.adapters import reimplemented
+from elaswave_plugin.adapters.cut_draws import CutDraws
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
+from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.contract import ForwardBackward
 from elaswave_plugin.adapters.megatron.first_step import FirstStep
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.grid import Grid, element_bytes, state_bytes
 from elaswave_plugin.adapters.megatron.step import executor
-from elaswave_plugin.adapters.megatron.step.cut_dropout import cut_patches
 from elaswave_plugin.adapters.megatron.step.data import in_order
 from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, tell_losses
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
@@ -73,7 +74,7 @@ class Microbatches:
         self.reports: tuple[int, ...] = ()
         self.num_reports = 0
         self._earlier: tuple[int, ...] = ()
-        self._cut_patches = cut_patches()
+        self._cut_draws = CutDraws(sequence_first=True)
         self._weight_gradients = WeightGradients()
         self._tied: dict[int, TiedWeight] = {}
         # Flows without some replicas: one object for each.
@@ -455,14 +456,13 @@ class Microbatches:
         """Have in place what a flow needs, and nothing else."""
         ragged = flow if isinstance(flow, PipelineFlow) else None
         self._worker.stopwatch.is_split = ragged is not None and ragged.is_split
-        for patches, is_needed in (
-            (self._cut_patches, ragged is not None and ragged.is_resized),
-            (self._weight_gradients.patches, self._worker.stopwatch.is_split),
-        ):
-            if is_needed:
-                patches.apply()
-            else:
-                patches.undo()
+        self._cut_draws.close()
+        if ragged is not None and ragged.is_resized:
+            rng.cut_by(self._cut_draws)
+        if self._worker.stopwatch.is_split:
+            self._weight_gradients.patches.apply()
+        else:
+            self._weight_gradients.patches.undo()
 
     def _run_pipeline(
         self,

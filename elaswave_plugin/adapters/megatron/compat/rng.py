@@ -4,14 +4,14 @@ The key lives in the tracker's own saved states: activation recomputation restor
 the backward pass and so sees the key of the micro-batch that it recomputes (megatron/core/
 tensor_parallel/random.py, ``CheckpointFunction``).
 
-A piece that is no whole micro-batch has streams of draws for each micro-batch of which it has rows;
-``cut_dropout.py`` draws from these.
+A piece that is no whole micro-batch draws for each micro-batch of which it has rows, by
+``adapters/cut_draws.py``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,11 +19,12 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from elaswave_plugin.adapters.cut_draws import CutDraws, Part, parts_of
 from elaswave_plugin.adapters.host_draws import seed_host, undone_numbers
-from elaswave_plugin.core.step.dataflow import Rows, Samples
+from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.core.step.rng import draw_key
 
-_KEY, _STREAMS = "elaswave-key", "elaswave-streams"
+_KEY, _CUT = "elaswave-key", "elaswave-cut"
 _EMBEDDING_LAYER = 0
 _REPLICATED, _MODEL_PARALLEL = 0, 1
 # What is drawn for beside layers, which are counted from 0 on.
@@ -36,13 +37,21 @@ def set_key(seed: int, step: int, samples: Samples, *, size: int, forward_only: 
     Layers have keys of their own; what ``forward_step`` draws before them, or without them, as in
     a model beside the bound one, has that of its micro-batch, alike on all stages and, but in the
     streams of Megatron-Core's tracker, in a TP group.
-    What is no whole micro-batch needs the dropout of ``cut_dropout.py``.
+    Where micro-batches are cut, layers draw by ``cut_by``.
     """
     tracker = megatron_random.get_cuda_rng_tracker()
     tracker.states_[_KEY] = torch.tensor([step, *samples, size], dtype=torch.int64)
+    if _CUT in tracker.states_:
+        # What is read for the next pass draws as it would in a whole micro-batch.
+        tracker.states_[_CUT].end()
     kind = FORWARD_ONLY if forward_only else FORWARD_STEP
     _key_streams(seed, kind, step, samples.start)
     seed_generators(draw_key(seed, kind, step, samples.start))
+
+
+def cut_by(draws: CutDraws) -> None:
+    """Have layers draw by these, until generators are settled: micro-batches are cut."""
+    megatron_random.get_cuda_rng_tracker().states_[_CUT] = draws
 
 
 def seed_generators(key: int) -> None:
@@ -60,8 +69,9 @@ def keyed_microbatch() -> int | None:
 def settle(seed: int, *moment: int) -> None:
     """Set the generators to states that follow from the moment alone, and drop the key."""
     tracker = megatron_random.get_cuda_rng_tracker()
-    for name in (_KEY, _STREAMS):
-        tracker.states_.pop(name, None)
+    if _CUT in tracker.states_:
+        tracker.states_.pop(_CUT).end()
+    tracker.states_.pop(_KEY, None)
     _key_streams(seed, *moment)
     # Otherwise these would be those of the stage that a worker began in, or of what it ran last.
     seed_generators(draw_key(seed, *moment))
@@ -71,7 +81,7 @@ def _key_streams(seed: int, *moment: int) -> None:
     """Have each stream of the tracker draw by a key, for draws without a key of their own."""
     tracker = megatron_random.get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
-    for number, name in enumerate(sorted(tracker.states_.keys() - {_KEY, _STREAMS})):
+    for number, name in enumerate(sorted(tracker.states_.keys() - {_KEY, _CUT})):
         tracker.states_[name] = _kept(draw_key(seed, *moment, number, tp))
 
 
@@ -121,87 +131,27 @@ def _reseed(seed: int, number: int, module: torch.nn.Module, inputs: Any) -> Non
     tracker = megatron_random.get_cuda_rng_tracker()
     if not module.training or _KEY not in tracker.states_:
         return
-    step, rows, is_cut = _keyed(tracker.states_)
+    step, start, stop, size = tracker.states_[_KEY].tolist()
     # Read at each call: a layer that moves keeps its module and changes its number.
     layer = getattr(module, "layer_number", _EMBEDDING_LAYER) + (number << 32)
     tp = parallel_state.get_tensor_model_parallel_rank()
     shared_tp = tp if getattr(module.config, "sequence_parallel", False) else 0
 
-    def key(microbatch: int, stream: int) -> int:
+    def parts(stream: int) -> tuple[Part, ...]:
         of_tp = tp if stream == _MODEL_PARALLEL else shared_tp
-        return draw_key(seed, step, microbatch, layer, stream, of_tp)
-
-    first = rows[0].microbatch
-    torch.cuda.manual_seed(key(first, _REPLICATED))
-    name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
-    tracker.states_[name] = _kept(key(first, _MODEL_PARALLEL))
-    if is_cut:
-        tracker.states_[_STREAMS] = _Streams(
-            tracker._current_state_name,
-            {
-                stream: {k: _state_of(key(k, stream)) for k, _, _ in rows}
-                for stream in (_REPLICATED, _MODEL_PARALLEL)
-            },
+        firsts = range(start // size * size, stop, size)
+        return parts_of(
+            (start, stop),
+            [(first, first + size) for first in firsts],
+            key=lambda first: draw_key(seed, step, first // size, layer, stream, of_tp),
         )
 
-
-class _Streams(NamedTuple):
-    """The generator's state by stream and micro-batch, and which of the tracker's a layer is in.
-
-    Never changed in place: recomputation goes back to what the tracker had.
-    """
-
-    outside: str
-    states: dict[int, dict[int, torch.Tensor]]
-
-
-def cut_rows() -> tuple[tuple[Rows, ...], int] | None:
-    """The rows to draw for, and the samples of a micro-batch; None: one whole micro-batch."""
-    states = megatron_random.get_cuda_rng_tracker().states_
-    if _KEY not in states:
-        return None
-    _, rows, is_cut = _keyed(states)
-    return (rows, int(states[_KEY][-1])) if is_cut else None
-
-
-def cut_streams() -> dict[int, torch.Tensor]:
-    """A generator's state for each of the rows' micro-batches, as far as it has been drawn from."""
-    tracker = megatron_random.get_cuda_rng_tracker()
-    return dict(tracker.states_[_STREAMS].states[_stream(tracker)])
-
-
-def keep_streams(states: dict[int, torch.Tensor]) -> None:
-    """These states of generators are the next that ``cut_streams`` returns."""
-    tracker = megatron_random.get_cuda_rng_tracker()
-    kept = tracker.states_[_STREAMS]
-    tracker.states_[_STREAMS] = kept._replace(states={**kept.states, _stream(tracker): states})
-
-
-def _stream(tracker: Any) -> int:
-    """The stream that the generator stands for now.
-
-    Under sequence parallelism a whole block is inside of a fork of the tracker, and its layers
-    reseed what they find: only a fork within a layer is the model-parallel stream.
-    """
-    inside = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
-    forked = tracker._current_state_name == inside != tracker.states_[_STREAMS].outside
-    return _MODEL_PARALLEL if forked else _REPLICATED
-
-
-def _keyed(states: Mapping[str, Any]) -> tuple[int, tuple[Rows, ...], bool]:
-    """The step of the key, its rows, and whether they are no whole micro-batch."""
-    step, start, stop, size = states[_KEY].tolist()
-    rows = Samples(start, stop).rows(size=size)
-    return step, rows, len(rows) > 1 or stop - start < size
-
-
-def _generator(key: int) -> torch.Generator:
-    generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
-    return generator.manual_seed(key)
-
-
-def _state_of(key: int) -> torch.Tensor:
-    return _generator(key).get_state()
+    replicated, model_parallel = parts(_REPLICATED), parts(_MODEL_PARALLEL)
+    for one in (replicated, model_parallel) if _CUT in tracker.states_ else ():
+        tracker.states_[_CUT].know(one)
+    torch.cuda.manual_seed(replicated[0].key)
+    name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+    tracker.states_[name] = _kept(model_parallel[0].key)
 
 
 def _kept(key: int) -> torch.Tensor | torch.Generator:
@@ -210,4 +160,6 @@ def _kept(key: int) -> torch.Tensor | torch.Generator:
     Always another generator, where it keeps these: entering a stream takes the one that is kept by
     reference, and code that is in the stream now goes back to its own.
     """
-    return _generator(key) if keeps_generators() else _state_of(key)
+    generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
+    generator.manual_seed(key)
+    return generator if keeps_generators() else generator.get_state()
