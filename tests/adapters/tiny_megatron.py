@@ -198,7 +198,7 @@ def take_step(seat: Seat) -> None:
     """Count one step more in what the capsule carries."""
     model = seat.framework.models[0]
     model._applied_steps += 1
-    model._shard.set_applied_steps(model._applied_steps)
+    model.shard.set_applied_steps(model._applied_steps)
     model._scheduler.step(increment=8)
 
 
@@ -209,7 +209,11 @@ def steps_of(seat: Seat) -> tuple[int, int, float]:
     assert applied <= {model._applied_steps}, (
         f"Adam counts {applied}, {model._applied_steps} before"
     )
-    return model._applied_steps, model._scheduler.num_steps, model.learning_rate()
+    return (
+        model._applied_steps,
+        model._scheduler.num_steps,
+        model.inner_optimizer.param_groups[0]["lr"],
+    )
 
 
 def weights(seat: Seat) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -217,5 +221,5 @@ def weights(seat: Seat) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     from elaswave_plugin.adapters.megatron.state.global_names import global_names
 
     model = seat.framework.models[0]
-    for name, param in global_names(model.chunks) if model._placed else ():
+    for name, param in global_names(model.chunks) if model.is_placed else ():
         yield name, param.detach().flatten(), drawn(name, "master", param.numel()).to(param.dtype)

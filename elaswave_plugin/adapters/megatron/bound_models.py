@@ -5,7 +5,7 @@ compared as a whole. A job with one model is the case of one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from megatron.core.distributed import DistributedDataParallel
 
 from elaswave_plugin.adapters.megatron.compat.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
+from elaswave_plugin.adapters.megatron.state import buffers
 from elaswave_plugin.adapters.megatron.state.adam import applied_steps, settings_of
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.core.layout.shards import ALIGNMENT
 from elaswave_plugin.core.planner.pipeline_flow import Flow
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
@@ -62,7 +64,7 @@ class BoundModels:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers, as they have them now."""
-        return [group for model in self.models for group in model.groups]
+        return [group for model in self.models for group in model.inner_optimizer.param_groups]
 
     @property
     def settings(self) -> list[dict[str, Any]]:
@@ -85,17 +87,22 @@ class BoundModels:
         """Return whether a step of this optimizer is one of theirs, or a part of one."""
         return any(model.is_updating or model.inner_optimizer is optimizer for model in self.models)
 
+    @property
+    def _shards(self) -> list[FlatShard]:
+        """The state of each; none without a place."""
+        return [model.shard for model in self.models if model.is_placed]
+
     def masters_apart(self) -> list[torch.Tensor]:
         """The own masters that are no views of the weights; without a copy."""
-        return [master for model in self.models for master in model.masters_apart()]
+        return [master for shard in self._shards for master in shard.masters_apart]
 
     def moments(self) -> list[torch.Tensor]:
         """The own moments, without a copy."""
-        return [moment for model in self.models for moment in model.moments()]
+        return [moment for shard in self._shards for moment in shard.moments]
 
     def learning_rate(self) -> float:
         """That of the first group of the first optimizer, as Megatron-LM logs it."""
-        return self.models[0].learning_rate()
+        return float(self.groups[0]["lr"])
 
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name, and model where several."""
@@ -107,10 +114,13 @@ class BoundModels:
     @contextmanager
     def modes_kept(self) -> Iterator[None]:
         """Put every module back into its mode (train, eval) if a recovery interrupts the block."""
-        with ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(model.modes_kept())
+        modes = [(one, one.training) for model in self.models for one in model.modules]
+        try:
             yield
+        except BaseException:
+            for module, training in modes:
+                module.training = training
+            raise
 
     def take_loaded(self) -> None:
         """Take over what the script has loaded (collective over WORLD).
@@ -128,7 +138,7 @@ class BoundModels:
 
     def bucket_lengths(self) -> tuple[int, ...]:
         """Unpadded lengths of the buckets, in elements."""
-        return tuple(length for model in self.models for length in model.bucket_lengths())
+        return buffers.bucket_lengths(self.chunks)
 
     @property
     def shard_alignment(self) -> int:
@@ -159,7 +169,7 @@ class BoundModels:
         first = 0
         for model in self.models:
             model.rebind(plan, first=first)
-            first += len(model.bucket_lengths())
+            first += len(buffers.buckets(model.chunks))
 
     def take_place(self, flow: Flow) -> None:
         """Reduce as ``flow`` says from now on."""
@@ -168,12 +178,12 @@ class BoundModels:
 
     @property
     def keeps_state(self) -> bool:
-        """True if each of them keeps its state."""
-        return all(model.keeps_state for model in self.models)
+        """Each part of a model has a bucket of its own; weights may still have to be gathered."""
+        return not any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks)
 
     def read_shard(self) -> list[torch.Tensor]:
         """The flat state, without copying: masters of all, then both moments of all."""
-        parts = [model.read_shard() for model in self.models]
+        parts = [model.shard.parts() for model in self.models]
         masters = [master for *masters, _, _ in parts for master in masters]
         return [*masters, *(one[-2] for one in parts), *(one[-1] for one in parts)]
 
@@ -184,16 +194,16 @@ class BoundModels:
 
     def write_weights(self, masters: torch.Tensor) -> None:
         """Install masters of shape [shard_numel]; nothing without a place."""
-        for model, own in zip(self.models, masters.split(self._numels()), strict=True):
-            model.write_weights(own)
+        for shard, own in zip(self._shards, masters.split(self._numels()), strict=True):
+            shard.write_weights(own)
 
     def write_moments(self, moments: torch.Tensor) -> None:
         """Install moments of shape [2, shard_numel]; nothing without a place."""
-        for model, own in zip(self.models, moments.split(self._numels(), dim=1), strict=True):
-            model.write_moments(own)
+        for shard, own in zip(self._shards, moments.split(self._numels(), dim=1), strict=True):
+            shard.write_moments(own)
 
     def _numels(self) -> list[int]:
-        return [model.shard_numel for model in self.models]
+        return [shard.exp_avg.numel() for shard in self._shards]
 
     def read_capsule(self) -> bytes:
         """That of each."""

@@ -142,7 +142,9 @@ class FirstStep:
                 calls = inside.enter_context(layer) if on_gpu else []
                 losses = losses_of(run(other))
                 if trains and not _is_reduced(model):
-                    model.finish_reduction()
+                    # Neither schedule nor loop has done so yet.
+                    for chunk in model.chunks:
+                        chunk.finish_grad_sync()
                 found = _computed(model, losses, trains=trains)
                 if on_gpu:
                     self._compare_kernels(calls)

@@ -91,27 +91,27 @@ class MegatronFramework:
         """
         self._worker = worker
         self.chunks = tuple(chunks)
-        self._optimizer = optimizer
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._distributed = distributed_optimizer
-        self._scheduler = scheduler
+        self.inner_optimizer: torch.optim.Optimizer = distributed_optimizer.optimizer
+        """The one of torch, or of its kind, that Megatron-Core's drives."""
         self._applied_steps = 0
         self._timers_of_script: set[Any] = set()
         for config in (*(chunk.config for chunk in self.chunks), distributed_optimizer.config):
             # After a loss workers run other passes, and one without a place none.
             config.barrier_with_L1_time = False
-        self._placed = True
+        self.is_placed = True
+        """Whether this worker has a part of the model."""
         self.frozen_names = frozenset(frozen.frozen_names(self.chunks))
         """Weights that are not trained, also of other stages where the job tells."""
         self.is_updating = False
         """Whether the optimizer makes its step."""
         self._weights_in_place: frozenset[int] = frozenset()
-        self._announce = worker.phases.enter
-        self._prepare = prepare
-        if shard is None:
-            spare = worker.spare_width
-            self._shard = make_room(self.chunks, distributed_optimizer, spare_width=spare)
-        else:
-            self._shard = shard
+        self._announce, self._prepare = worker.phases.enter, prepare
+        self.shard = shard or make_room(
+            self.chunks, distributed_optimizer, spare_width=worker.spare_width
+        )
+        """The flat state, as it was cut last."""
         self.adopt()
         # Buckets keep room for it.
         self._largest_width = self._group.size() + worker.spare_width
@@ -140,10 +140,10 @@ class MegatronFramework:
         self._watch_step()
         wrapped = [part for chunk in self.chunks for part in (chunk, chunk.module)]
         for part in (*wrapped, optimizer):
-            free_worker.save_no_shards(part, while_unplaced=lambda: not self._placed)
+            free_worker.save_no_shards(part, while_unplaced=lambda: not self.is_placed)
         for part in wrapped:
-            free_worker.load_no_weights(part, while_unplaced=lambda: not self._placed)
-        free_worker.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self._placed)
+            free_worker.load_no_weights(part, while_unplaced=lambda: not self.is_placed)
+        free_worker.make_no_shards(distributed_optimizer, while_unplaced=lambda: not self.is_placed)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -154,10 +154,10 @@ class MegatronFramework:
 
         A worker that owns no parameter learns from the others how many steps were applied.
         """
-        applied = torch.tensor(self._shard.adopt())
+        applied = torch.tensor(self.shard.adopt())
         dist.all_reduce(applied, op=dist.ReduceOp.MAX)
         self._applied_steps = int(applied)
-        self._shard.set_applied_steps(self._applied_steps)
+        self.shard.set_applied_steps(self._applied_steps)
 
     def take_loaded(self) -> None:
         """Take over what the script has loaded into model and optimizer (collective over WORLD).
@@ -165,7 +165,7 @@ class MegatronFramework:
         Raises ConfigurationError where the 16-bit weights are not those of their masters.
         """
         self.adopt()
-        if self._worker.detached or not self._shard.masters_apart:
+        if self._worker.detached or not self.shard.masters_apart:
             return
         before = self.weights_digest()
         self._distributed._copy_main_params_to_model_params()
@@ -181,7 +181,8 @@ class MegatronFramework:
     def _watch_layers(self) -> None:
         """Announce the phases of a step from inside the layers and buckets that there are now."""
         modules = [module for chunk in self.chunks for module in chunk.modules()]
-        self._modules = modules
+        self.modules = modules
+        """Those of the chunks, as they are now."""
         layers = [module for module in modules if isinstance(module, TransformerLayer)]
         layers = layers or [chunk.module for chunk in self.chunks]
         self.middle_layer = middle = layers[len(layers) // 2]
@@ -213,7 +214,7 @@ class MegatronFramework:
 
     def _watch_step(self) -> None:
         """Announce the update, wait for the copies before it, and count it."""
-        self._distributed.optimizer.register_step_pre_hook(
+        self.inner_optimizer.register_step_pre_hook(
             lambda optimizer, args, kwargs: self._announce("optimizer")
         )
         update = self._optimizer.step
@@ -222,15 +223,15 @@ class MegatronFramework:
             self._worker.state.begin_update()
             self.reduction.kept.before_update()
             with set_within(self, "is_updating", True):
-                result = update(*args, **kwargs) if self._placed else (True, 0.0, None)
+                result = update(*args, **kwargs) if self.is_placed else (True, 0.0, None)
             if self._free_workers_scale and not self._is_applied(result[0]):
                 # As Megatron-Core says it: a step that is skipped has no norm.
                 result = (False, None, None)
-            self._expert_biases.gather(is_placed=self._placed)
+            self._expert_biases.gather(is_placed=self.is_placed)
             self._applied_steps += int(bool(result[0]))
-            if not self._placed:
+            if not self.is_placed:
                 # What all workers save alike, rank 0 saves: maybe this one.
-                self._shard.set_applied_steps(self._applied_steps)
+                self.shard.set_applied_steps(self._applied_steps)
             return result
 
         self._optimizer.step = step
@@ -250,56 +251,27 @@ class MegatronFramework:
         """
         skipped = torch.tensor(int(not applied), device=torch.cuda.current_device())
         dist.all_reduce(skipped, op=dist.ReduceOp.MAX)
-        if not self._placed:
+        if not self.is_placed:
             self._distributed.grad_scaler.update(bool(skipped))
         return not skipped
 
     def _gather(self, native: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Gathers weights, announced; a free worker has none to gather."""
-        if self._placed:
+        if self.is_placed:
             self._announce("gather")
             native(*args, **kwargs)
 
     # ---- the verbs ----------------------------------------------------------------------------
 
-    def bucket_lengths(self) -> tuple[int, ...]:
-        """Unpadded lengths of the buckets, in elements."""
-        return buffers.bucket_lengths(self.chunks)
-
-    @property
-    def inner_optimizer(self) -> torch.optim.Optimizer:
-        """The one of torch, or of its kind, that Megatron-Core's drives."""
-        inner: torch.optim.Optimizer = self._distributed.optimizer
-        return inner
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer, as it has them now."""
-        found: list[dict[str, Any]] = self._distributed.optimizer.param_groups
-        return found
-
-    def masters_apart(self) -> list[torch.Tensor]:
-        """The own masters that are no views of the weights, as of 16-bit models; without a copy."""
-        return self._shard.masters_apart if self._placed else []
-
-    def moments(self) -> list[torch.Tensor]:
-        """The own moments, without a copy."""
-        return self._shard.moments if self._placed else []
-
     def why_layers_stay(self) -> str | None:
         """The reason why no layer can change stage; None where they can."""
-        if not self._shard.layers_are_alike:
+        if not self.shard.layers_are_alike:
             return "the optimizer treats layers differently (config_overrides)"
         return frozen.why_layers_stay(self.chunks) or stage_layers.why_fixed(self.chunks)
 
     def why_workers_stay(self) -> str | None:
         """The reason why no worker can change stage; None where they can."""
         return self.why_layers_stay() or stage_parts.why_fixed(self.chunks)
-
-    @property
-    def parameter_groups(self) -> dict[str, int]:
-        """The optimizer's group of every kind of parameter that is known here."""
-        return self._shard.group_of
 
     def pause(self) -> None:
         """Drop the interrupted step."""
@@ -349,32 +321,19 @@ class MegatronFramework:
                 buffers.drop_step(chunk)
                 chunk.zero_grad_buffer()
 
-    def finish_reduction(self) -> None:
-        """Reduce the gradients where neither schedule nor loop has done so yet."""
-        for chunk in self.chunks:
-            chunk.finish_grad_sync()
-
     def gradient_digests(self) -> dict[str, int]:
         """Digests of the own pieces of the gradients, by global parameter name."""
-        ranges = self._distributed.model_param_group_index_map if self._placed else ()
-        found = {}
+        return {
+            name: digest_of(param.main_grad.view(-1)[span.start : span.end])  # type: ignore[attr-defined]
+            for name, param, span in self._own_pieces()
+        }
+
+    def _own_pieces(self) -> Iterator[tuple[str, torch.nn.Parameter, Any]]:
+        """Yield name and weight of which this worker has a piece, and the piece's range in it."""
+        ranges = self._distributed.model_param_group_index_map if self.is_placed else ()
         for name, param in global_names(self.chunks):
             if param in ranges:
-                span = self._distributed._get_model_param_range_map(param)["param"]
-                gradient: torch.Tensor = param.main_grad  # type: ignore[attr-defined]
-                found[name] = digest_of(gradient.view(-1)[span.start : span.end])
-        return found
-
-    @contextmanager
-    def modes_kept(self) -> Iterator[None]:
-        """Put every module back into its mode (train, eval) if the block is left before its end."""
-        modes = [(module, module.training) for module in self._modules]
-        try:
-            yield
-        except BaseException:
-            for module, training in modes:
-                module.training = training
-            raise
+                yield name, param, self._distributed._get_model_param_range_map(param)["param"]
 
     def rebind(self, plan: RecoveryPlan, *, first: int) -> None:
         """Point what this model and its optimizer cached at the new layout.
@@ -395,9 +354,9 @@ class MegatronFramework:
             for chunk in self.chunks:
                 stage_parts.move_to_tp_position(chunk)
                 buffers.set_width(chunk, self._group.size(), self._group.rank())
-            own = range(first, first + len(self.bucket_lengths()))
+            own = range(first, first + len(buffers.buckets(self.chunks)))
             state = plan.state_in_place(self._worker.slot)
-            self._shard.recut({n - first: old - first for n, old in state.items() if n in own})
+            self.shard.recut({n - first: old - first for n, old in state.items() if n in own})
             shard_group = plan.shard_group_of(self._worker.slot)
             assert shard_group is not None
             weights = plan.weights_in_place(shard_group)
@@ -418,7 +377,7 @@ class MegatronFramework:
             for chunk, part, span in zip(self.chunks, parts, spans, strict=True)
         ]
         if any(changed):
-            self._shard.regroup()
+            self.shard.regroup()
             self.reduction.watch(self.chunks)
             self._watch_layers()
 
@@ -447,8 +406,8 @@ class MegatronFramework:
     def take_place(self, flow: Flow) -> bool:
         """Reduce as ``flow`` says from now on; false for a worker that has no place in it."""
         shard_group = self._worker.placement.shard_group_of(self._worker.slot)
-        self._placed = shard_group is not None
-        free_worker.answer_for(self.chunks[0].config, placed=self._placed)
+        self.is_placed = shard_group is not None
+        free_worker.answer_for(self.chunks[0].config, placed=self.is_placed)
         if shard_group is not None:
             assert not isinstance(flow, Shares)
             mine: Dataflow | None
@@ -457,31 +416,7 @@ class MegatronFramework:
             else:
                 mine = flow
             self.reduction.set_dataflow(mine, shard_group.ranks, native=flow.is_healthy)
-        return self._placed
-
-    @property
-    def keeps_state(self) -> bool:
-        """Each part of the model has a bucket of its own; weights may still have to be gathered."""
-        return not any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks)
-
-    def read_shard(self) -> list[torch.Tensor]:
-        """The flat state, without copying: masters by bucket, then both moments."""
-        return self._shard.parts()
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of one part of it; 0 without a place."""
-        return self._shard.exp_avg.numel() if self._placed else 0
-
-    def write_weights(self, masters: torch.Tensor) -> None:
-        """Install masters of shape [shard_numel]; nothing without a place."""
-        if self._placed:
-            self._shard.write_weights(masters)
-
-    def write_moments(self, moments: torch.Tensor) -> None:
-        """Install moments of shape [2, shard_numel]; nothing without a place."""
-        if self._placed:
-            self._shard.write_moments(moments)
+        return self.is_placed
 
     def read_capsule(self) -> bytes:
         """Scheduler, loss scaler, applied steps, biases of experts, what is set in the groups."""
@@ -494,7 +429,7 @@ class MegatronFramework:
                 "grad_scaler": None if scaler is None else scaler.state_dict(),
                 "param_groups": [
                     {key: group[key] for key in _SCHEDULED if key in group}
-                    for group in self._distributed.optimizer.param_groups
+                    for group in self.inner_optimizer.param_groups
                 ],
             },
             "the capsule",
@@ -504,7 +439,7 @@ class MegatronFramework:
         """Install what ``read_capsule`` returned."""
         state = decode(capsule, "the capsule")
         self._applied_steps = state["applied_steps"]
-        self._shard.set_applied_steps(self._applied_steps)
+        self.shard.set_applied_steps(self._applied_steps)
         self._expert_biases.write(state["expert_biases"])
         if self._scheduler is not None:
             # load_state_dict() of Megatron's scheduler advances from its present count.
@@ -513,30 +448,21 @@ class MegatronFramework:
             self._scheduler.load_state_dict(state["scheduler"])
         if self._distributed.grad_scaler is not None:
             self._distributed.grad_scaler.load_state_dict(state["grad_scaler"])
-        groups = self._distributed.optimizer.param_groups
+        groups = self.inner_optimizer.param_groups
         for group, scheduled in zip(groups, state["param_groups"], strict=True):
             group.update(scheduled)
 
-    def learning_rate(self) -> float:
-        """The learning rate of the first group, as Megatron-LM logs it."""
-        return float(self._distributed.optimizer.param_groups[0]["lr"])
-
     def named_pieces(self) -> Iterator[NamedPiece]:
         """This worker's pieces of the state, by global parameter name."""
-        if not self._placed:
-            return
-        for name, param in global_names(self.chunks):
-            if param not in self._distributed.model_param_group_index_map:
-                continue
-            span = self._distributed._get_model_param_range_map(param)["param"]
-            main = self._shard.main_of(param)
-            state = self._distributed.optimizer.state[main]
+        for name, param, span in self._own_pieces():
+            main = self.shard.main_of(param)
+            state = self.inner_optimizer.state[main]
             parts = {"master": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
             for part, data in parts.items():
                 yield NamedPiece(
                     name=name, part=part, start=span.start, numel=param.numel(), data=data.view(-1)
                 )
-        for router in routers(self.chunks):
+        for router in routers(self.chunks) if self.is_placed else ():
             yield NamedPiece(
                 name=f"decoder.layers.{router.layer_number - 1}.mlp.router.expert_bias",
                 part="buffer",
@@ -551,7 +477,7 @@ class MegatronFramework:
 
         0 for a worker that has no place.
         """
-        if not self._placed:
+        if not self.is_placed:
             return 0
         self._announce("gather")
         for number, bucket in enumerate(buffers.buckets(self.chunks)):
@@ -565,10 +491,10 @@ class MegatronFramework:
     def weights_digest(self) -> int:
         """The digest of the weights as they are here; 0 for a worker that has no place."""
         digest = xxhash.xxh3_64()
-        for bucket in buffers.buckets(self.chunks) if self._placed else ():
+        for bucket in buffers.buckets(self.chunks) if self.is_placed else ():
             weights = bucket.param_data[: bucket.numel_unpadded].cpu()
             digest.update(weights.view(torch.uint8).numpy())
-        return digest.intdigest() >> 1 if self._placed else 0
+        return digest.intdigest() >> 1 if self.is_placed else 0
 
 
 def _before_backward(act: Callable[[], None]) -> Callable[..., None]:

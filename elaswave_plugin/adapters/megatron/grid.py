@@ -77,7 +77,7 @@ class Grid:
         _check_layers(chunks, self.layout)
         stages = _stages(worker, framework)
         for one in stages:
-            framework.parameter_groups.update(one.groups)
+            framework.shard.group_of.update(one.groups)
         framework.frozen_names = frozenset(name for one in stages for name in one.frozen)
         layers_stay = next((one.why_layers_stay for one in stages if one.why_layers_stay), None)
         workers_stay = next((one.why_workers_stay for one in stages if one.why_workers_stay), None)
@@ -129,7 +129,7 @@ def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:
         parallel_state.get_pipeline_model_parallel_rank(),
         unit_lengths(framework.chunks),
         find_tied_weight(framework.chunks),
-        framework.parameter_groups,
+        framework.shard.group_of,
         why_whole_backward(framework.chunks),
         element_bytes(framework.chunks[0]),
         _device_bytes(framework.chunks[0]),
