@@ -258,7 +258,7 @@ def test_processes_may_be_spawned() -> None:
     started: Any = stream._ahead._loader.multiprocessing_context
     assert started.get_start_method() == "spawn"
     pickle.dumps(stream._ahead._loader.dataset)
-    for source in stream._original.sources:
+    for source in stream.original.sources:
         pickle.dumps(source.read)
 
 
@@ -402,9 +402,23 @@ def test_other_things_on_another_worker_are_refused(monkeypatch: pytest.MonkeyPa
             stream_of(cyclic(loader_of(1))).take(1)
 
 
+def test_a_forward_step_ends_with_its_data() -> None:
+    stream = stream_of(iter(loader_of(1)))
+
+    def read_one(number: int, step: Callable[..., Any]) -> Any:
+        stream.take(1)
+        stream.deliver(0, 1, number)
+        return stream.read_by(step)(stream)
+
+    with pytest.raises(ConfigurationError, match="goes on where its data_iterator has ended"):
+        read_one(4, lambda items: next(items, None))
+    assert read_one(3, lambda items: next(items, None)) is not None
+    with pytest.raises(StopIteration):
+        read_one(4, next)
+
+
 def added(streams: Streams, iterator: Any) -> Any:
-    original = Original(iterator, mine={1}, num_replicas=REPLICAS)
-    streams.add(iterator, original, stream_of(iterator))
+    streams.add(iterator, stream_of(iterator))
     return iterator
 
 

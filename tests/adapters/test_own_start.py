@@ -15,10 +15,8 @@ from torch.distributed import distributed_c10d
 from elaswave_plugin import megatron_core
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
-from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.megatron.world import leave_start_to_script
 from elaswave_plugin.around import around
-from elaswave_plugin.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -127,16 +125,6 @@ def test_a_device_is_chosen_where_there_is_one(of_a_job: Callable[..., None]) ->
     of_a_job("--elaswave")
     megatron_core._where_there_is_one(chosen.append, 1)
     assert chosen == [0, *([1] if torch.cuda.is_available() else [])]
-
-
-def test_a_forward_step_ends_with_its_data() -> None:
-    items = UntilItsEnd(iter([1]))
-    step = items.read_by(lambda items: next(items, None))
-    assert step(items) == 1
-    with pytest.raises(ConfigurationError, match="goes on where its data_iterator has ended"):
-        step(items)
-    with pytest.raises(StopIteration):
-        items.read_by(next)(items)
 
 
 def test_a_state_is_built_again_where_the_script_has_put_it() -> None:

@@ -10,7 +10,7 @@ trains binds the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ from elaswave_plugin.adapters.megatron.step.positions import Count
 from elaswave_plugin.adapters.megatron.step.replica_sampler import ADVICE
 from elaswave_plugin.adapters.megatron.step.replica_stream import ReplicaStream, Streams
 from elaswave_plugin.adapters.megatron.step.reported_losses import first_loss
-from elaswave_plugin.adapters.megatron.step.whole_data import UntilItsEnd
 from elaswave_plugin.adapters.patching import PatchSet
 from elaswave_plugin.around import around
 from elaswave_plugin.config import ElasticConfig
@@ -364,11 +363,10 @@ class OwnLoop(ElasticJob):
             self._buffers.enter(replica)
             rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
-        batches = UntilItsEnd(stream) if isinstance(stream, ReplicaStream) else stream
         given["forward_step_func"] = partial(
             without_collectives,
             self._worker.links,
-            partial(self._late.leave_out, batches.read_by(given["forward_step_func"])),
+            partial(self._late.leave_out, stream.read_by(given["forward_step_func"])),
         )
         self._late.begin(parallel_state.get_data_parallel_group())
         with self._buffers.passes(forward_only=forward_only):
@@ -378,7 +376,7 @@ class OwnLoop(ElasticJob):
                 forward_only=forward_only,
                 num_microbatches=count * width,
                 left_out=stream.left_out,
-                data_iterator=batches,
+                data_iterator=stream,
                 **given,
             )
             numbers = self._microbatches.reports
@@ -481,17 +479,12 @@ class OwnLoop(ElasticJob):
 
     def _stream_of(self, iterator: Any) -> ReplicaStream | None:
         """The stream of an iterator that the script gives; None for batches in memory."""
-        if not hasattr(iterator, "__next__") or self._streams.has_in_memory(iterator):
-            return None
-        known = self._streams.of(iterator)
-        if known is None:
-            mine = {self.replica, self.replica or _SHOWN_FIRST}
-            try:
-                original = Original(iterator, mine=mine, num_replicas=self.width)
-            except InMemory:
-                self._streams.add_in_memory(iterator)
-                return None
-            known = ReplicaStream(
+        if not hasattr(iterator, "__next__") or self._streams.knows(iterator):
+            return self._streams.of(iterator)
+        mine, stream = {self.replica, self.replica or _SHOWN_FIRST}, None
+        with suppress(InMemory):
+            original = Original(iterator, mine=mine, num_replicas=self.width)
+            stream = ReplicaStream(
                 original,
                 digests=original.digests(iterator),
                 number=self._positions.made,
@@ -499,9 +492,9 @@ class OwnLoop(ElasticJob):
                 life=lambda: self._worker.view.epoch,
                 passed=partial(self._worker.phases.enter, "data"),
             )
-            self._positions.follow(known)
-            self._streams.add(iterator, original, known)
-        return known
+            self._positions.follow(stream)
+        self._streams.add(iterator, stream)
+        return stream
 
     def _sealed_call(
         self,

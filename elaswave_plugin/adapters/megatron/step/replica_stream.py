@@ -12,6 +12,7 @@ from elaswave_plugin.adapters.megatron.step.loader_source import Request, Source
 from elaswave_plugin.adapters.megatron.step.made_again import Original
 from elaswave_plugin.adapters.megatron.step.replica_run import ReplicaRun
 from elaswave_plugin.adapters.read_ahead import Key, ReadAhead
+from elaswave_plugin.around import around
 from elaswave_plugin.core.step.rng import draw_key
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.values.plain import gathered
@@ -40,7 +41,8 @@ class ReplicaStream:
         ``seed``: of what the dataset draws, and of a shuffled order that names none; ``life()``: of
         the workers' view; ``passed()`` is called for each item that a copy passes over.
         """
-        self._original = original
+        self.original = original
+        """What its copies are made of."""
         self.position = original.begun
         """The batch of each replica that comes next."""
         self._key, self._life, self._passed = draw_key(seed, number), life, passed
@@ -53,6 +55,8 @@ class ReplicaStream:
         self._takes, self._used = 0, dict[int, int]()
         # The batch that comes next: the call's first, the replica, and its number in the call.
         self._due: tuple[int, int, int] | None = None
+        # Whether a forward step was told that the last one was read.
+        self._is_over = False
         settings = max((one.settings for one in original.sources), key=lambda one: one.num_workers)
         read = partial(_read, original.sources)
         self._ahead = ReadAhead(read, self._request, like=settings)
@@ -68,7 +72,7 @@ class ReplicaStream:
         if self._agreed != (life := self._life()):
             self._compare(gathered(self._digests))
             self._agreed = life
-        self._takes += 1
+        self._takes, self._is_over = self._takes + 1, False
         for replica in [*self._runs]:
             # Of a rehearsed first step, or before a worker came back; it may have processes.
             if self._takes - self._used[replica] > _UNUSED:
@@ -86,7 +90,7 @@ class ReplicaStream:
             names = [one for one in others if one and others[one] != told[0].get(one)]
             what = ", ".join(names) or "a rank, a seed, batches in memory"
             raise ConfigurationError(
-                f"data_iterator is a {self._original.name} that is made of other things on rank"
+                f"data_iterator is a {self.original.name} that is made of other things on rank"
                 f" {rank} than on rank 0 ({what}), and who runs the micro-batches of a lost"
                 " worker would not know its: give all the same, and have the loader's sampler name"
                 " the replica"
@@ -123,9 +127,25 @@ class ReplicaStream:
         key = Key(due[0], due[1:])
         found = self._request(key)
         if found is None:
+            self._is_over = True
             raise StopIteration
         # The script may change what it is given.
         return copy.deepcopy(found[0]) if self._reads else self._ahead.take(key, found)
+
+    def read_by(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward step; raises ConfigurationError where it goes on behind the end."""
+        return around(self._until_its_end)(forward_step)
+
+    def _until_its_end(self, forward_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = forward_step(*args, **kwargs)
+        if self._is_over:
+            raise ConfigurationError(
+                "forward_step goes on where its data_iterator has ended, with a batch from"
+                " elsewhere, which is unknown to a worker that runs the micro-batches of a lost"
+                " worker: give forward_backward a new iter(loader) once it has made"
+                " len(loader) micro-batches, and catch no StopIteration in forward_step"
+            )
+        return result
 
     def _request(self, key: Key) -> list[Any] | None:
         """Find the item of a key, with a request for each batch in it; None behind the last."""
@@ -148,7 +168,7 @@ class ReplicaStream:
             if run is not None:
                 run.close()
             self._runs[replica] = run = ReplicaRun(
-                self._original,
+                self.original,
                 replica=replica,
                 key=draw_key(self._key, replica),
                 reads=self._reads,
@@ -166,37 +186,33 @@ class Streams:
     """The streams of a script's iterators, while it has them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Original, ReplicaStream]] = {}
-        self._in_memory: dict[int, Any] = {}
+        # None: its batches are in memory.
+        self._known: dict[int, tuple[Any, ReplicaStream | None]] = {}
 
-    def has_in_memory(self, iterator: Any) -> bool:
-        """Return whether an iterator is known to have its batches in memory."""
-        return id(iterator) in self._in_memory
-
-    def add_in_memory(self, iterator: Any) -> None:
-        """Note that an iterator has its batches in memory, while the script has it."""
-        for key in [one for one in self._in_memory if sys.getrefcount(self._in_memory[one]) <= 2]:
-            del self._in_memory[key]
-        self._in_memory[id(iterator)] = iterator
+    def knows(self, iterator: Any) -> bool:
+        """Return whether an iterator was added."""
+        return id(iterator) in self._known
 
     def of(self, iterator: Any) -> ReplicaStream | None:
         """Find one; raises ConfigurationError where the script has used the iterator by itself."""
-        if id(iterator) not in self._known:
-            return None
-        _, original, stream = self._known[id(iterator)]
-        original.check(iterator)
+        _, stream = self._known.get(id(iterator), (None, None))
+        if stream is not None:
+            stream.original.check(iterator)
         return stream
 
-    def add(self, iterator: Any, original: Original, stream: ReplicaStream) -> None:
+    def add(self, iterator: Any, stream: ReplicaStream | None) -> None:
         """Add one; raises ConfigurationError where it goes on with another's."""
         for key in [*self._known]:
+            other = self._known[key][1]
             # In the tuple, and as the argument: most iterators cannot be referred to weakly.
             if sys.getrefcount(self._known[key][0]) <= 2:
-                self._known.pop(key)[2].close()
-            elif original.shares(self._known[key][1]):
+                del self._known[key]
+                if other is not None:
+                    other.close()
+            elif stream and other and stream.original.shares(other.original):
                 raise ConfigurationError(
-                    f"data_iterator is a {original.name} that goes on with an iterator which an"
-                    " earlier call was given, so that it would begin with the same batches: make"
+                    f"data_iterator is a {stream.original.name} that goes on with an iterator which"
+                    " an earlier call was given, so that it would begin with the same batches: make"
                     " one for all calls"
                 )
-        self._known[id(iterator)] = iterator, original, stream
+        self._known[id(iterator)] = iterator, stream
