@@ -320,16 +320,6 @@ def probe_when_silent(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
-def has_ended(sock: socket.socket) -> bool:
-    """Return whether the peer of a non-blocking socket has closed it, and all it sent is read."""
-    try:
-        return not sock.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 def _object(data: bytearray, longest_bytes: int) -> Frame:
     if data[:1] == _COMPRESSED:
         data = _whole(data, longest_bytes)
