@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from elaswave_plugin.adapters import repeated_layer
-from elaswave_plugin.adapters.host_draws import undone_numbers
 from elaswave_plugin.adapters.megatron.bound_models import BoundModels
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
@@ -177,13 +176,13 @@ class FirstStep:
         """
         worker, call = self._worker, next(iter(calls), None)
         began_s = time.monotonic()
-        found = None if call is None else call.difference(_undone_draws)
+        found = None if call is None else call.difference(rng.undone_draws)
         mine = None if call is None or found is None else f"{_name(call.layer)}, and {found}"
         different = {slot: one for slot, one in self._of_all(mine).items() if one is not None}
         helps: list[str] = []
         if different:
             # All try, as layers of a TP group compute together; what helps has to help everywhere.
-            tried = self._of_all(None if call is None else call.repeating(_undone_draws))
+            tried = self._of_all(None if call is None else call.repeating(rng.undone_draws))
             lists = [one for one in tried.values() if one is not None]
             helps = [switch for switch in lists[0] if all(switch in one for one in lists)]
         worker.events.emit(
@@ -249,13 +248,6 @@ class FirstStep:
         self._is_wanted = False
         if worker.owns_rank_0:
             say(f"{sentence}; the job goes on in fast mode: bits are not promised")
-
-
-@contextmanager
-def _undone_draws() -> Iterator[None]:
-    """Put every generator back after the draws inside."""
-    with rng.undone_draws(), undone_numbers():
-        yield
 
 
 def _name(layer: torch.nn.Module) -> str:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-from elaswave_plugin.adapters.host_draws import undone_numbers
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
@@ -73,7 +72,6 @@ def drawn(iterator: Any, count: int, *, forward_step: Callable[..., Any], chunk:
     try:
         with (
             rng.undone_draws(),
-            undone_numbers(),
             suppress(_Reached),
             stopped_where_interrupted(forward_step),
         ):

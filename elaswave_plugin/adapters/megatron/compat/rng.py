@@ -95,7 +95,7 @@ def undone_draws() -> Iterator[None]:
     }
     # By default it asks every GPU of the node, and so makes a process's state on each.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), undone_numbers():
         yield
     tracker.set_states(states)
 
@@ -103,7 +103,7 @@ def undone_draws() -> Iterator[None]:
 @contextmanager
 def other_draws(seed: int, step: int) -> Iterator[None]:
     """Inside, draws without a key are others; no generator has a trace of them afterwards."""
-    with undone_draws(), undone_numbers():
+    with undone_draws():
         settle(seed, REHEARSED, step)
         yield
 

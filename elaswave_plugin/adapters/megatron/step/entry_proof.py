@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from elaswave_plugin.adapters.host_draws import undone_numbers
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.recovery_plan.plan import EntryCheck, entry_checks
@@ -44,7 +43,7 @@ def compare_losses(
     table = torch.zeros(len(checks), 2, dtype=torch.int64)
     for row, check in zip(table, checks, strict=True):
         if worker.slot in check.repeaters:
-            with rng.undone_draws(), undone_numbers():
+            with rng.undone_draws():
                 repeated = again(check.microbatches)
             if worker.slot == check.repeater:
                 row[1] = digest_of_reports(repeated)
