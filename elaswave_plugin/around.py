@@ -1,8 +1,12 @@
 """A function that stands for another one, which it is given."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+
+# Of these, whatever asks a replacement asks for its own.
+_FRAMEWORKS = ("torch.", "megatron.core.", "elaswave_plugin.")
 
 
 def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -16,3 +20,9 @@ def around(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[
         return replacement
 
     return make
+
+
+def is_of_a_framework() -> bool:
+    """Return whether the replacement that asks this is called by a framework, not by a script."""
+    asker = sys._getframe(3).f_globals.get("__name__", "")
+    return bool(asker.startswith(_FRAMEWORKS))

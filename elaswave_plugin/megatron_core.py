@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from elaswave_plugin.around import around
+from elaswave_plugin.around import around, is_of_a_framework
 
 __all__ = ["be_not_first", "install"]
 
@@ -15,8 +15,6 @@ _MARK = "__elaswave__"
 _FLAG = "--elaswave"
 # Set for the workers of a job (ipc/environment.py, AGENT).
 _SUPERVISED = "ELASWAVE_AGENT"
-# Of these, whatever asks for a rank asks for its own.
-_FRAMEWORKS = ("torch.", "megatron.core.", "elaswave_plugin.")
 # Of a worker, and how many had its place before it (ipc/environment.py).
 _SLOT, _INCARNATION = "ELASWAVE_SLOT", "ELASWAVE_INCARNATION"
 # The backend of a world that is ours already.
@@ -69,14 +67,14 @@ class _Start:
         rank = int(native(group))
         if rank or group is not None or not self.is_behind():
             return rank
-        return 0 if _is_of_a_framework() else 1
+        return 0 if is_of_a_framework() else 1
 
     def once(self, native: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.save``, which writes nothing where the state is not here.
 
         So it is for the steps behind, and in a worker without a part of the model.
         """
-        if _is_of_a_framework() or self._made is None:
+        if is_of_a_framework() or self._made is None:
             return native(*args, **kwargs)
         if self.is_behind():
             return None
@@ -87,7 +85,7 @@ class _Start:
     def as_then(self, native: Any, group: Any = None) -> int:
         """``get_world_size``, of a script behind the others: as it was told to them."""
         loop = None if group is not None or self._made is None else self._made.loop
-        if loop is None or _is_of_a_framework():
+        if loop is None or is_of_a_framework():
             return int(native(group))
         loop.shares.ask_width()
         then = loop.world_size_behind
@@ -118,13 +116,6 @@ class _Start:
             c10d = import_module("torch.distributed.distributed_c10d")
             src, group_src = None, (c10d.get_rank(group) + 1) % c10d.get_world_size(group)
         native(object_list, src, group, device, group_src)
-
-
-def _is_of_a_framework() -> bool:
-    """Return whether the function that asks is called by a framework, not by the script."""
-    # Behind the replacement that ``around`` has made.
-    asker = sys._getframe(3).f_globals.get("__name__", "")
-    return bool(asker.startswith(_FRAMEWORKS))
 
 
 def install() -> None:

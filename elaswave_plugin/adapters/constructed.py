@@ -28,5 +28,4 @@ def remember(made: Any, local_names: Mapping[str, Any]) -> None:
 
 def arguments_of(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments with which an object was constructed; None if they were not kept."""
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = made.__dict__.get(_ARGUMENTS)
-    return arguments
+    return made.__dict__.get(_ARGUMENTS)

@@ -322,8 +322,7 @@ def _devices() -> list[torch.device]:
 def _generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
-    generator: torch.Generator = torch.cuda.default_generators[device.index]
-    return generator
+    return torch.cuda.default_generators[device.index]
 
 
 def _fresh(key: int, device: torch.device) -> torch.Tensor:
@@ -331,5 +330,4 @@ def _fresh(key: int, device: torch.device) -> torch.Tensor:
 
 
 def _name(state: torch.Tensor) -> bytes:
-    name: bytes = state.numpy().tobytes()
-    return name
+    return state.numpy().tobytes()

@@ -37,8 +37,7 @@ def configuration_of(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         config = getattr(arguments.get("args"), "deepspeed_config", None)
     if config is None or isinstance(config, Mapping):
         return config or {}
-    loaded: Mapping[str, Any] = load_ds_config(config)
-    return loaded
+    return load_ds_config(config)
 
 
 def missing_in(config: Mapping[str, Any]) -> str | None:

@@ -236,7 +236,9 @@ class Microbatches:
             self.executed, self.reports, self.num_reports = executor.order_of(
                 dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=self._earlier
             )
-            ordered = in_order(forward_step, self.executed, starting, self._passed)
+            ordered = in_order(
+                forward_step, self.executed, starting, partial(worker.observe, "passed")
+            )
             step: Callable[..., Any] = partial(kept.note, ordered)
             step = step if sums is None else self._adding(sums, dealt, kept, step)
             told.clear()
@@ -272,7 +274,9 @@ class Microbatches:
         """Run forward passes of this step once more; returns what its losses are told by."""
         self._in_step, retold = False, list[int]()
         pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-        ordered = in_order(kwargs["forward_step_func"], pieces, starting, self._passed)
+        ordered = in_order(
+            kwargs["forward_step_func"], pieces, starting, partial(self._worker.observe, "passed")
+        )
         step = partial(tell_losses, retold, ordered)
         repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
         assert bound is not None
@@ -350,9 +354,6 @@ class Microbatches:
         self._enters = bound is not None and chunk is bound.chunks[0]
         begin(iterator, chunk, samples)
         self._worker.observe("pass_begun", *samples, chunk, iterator, forward_only)
-
-    def _passed(self) -> None:
-        self._worker.observe("passed")
 
     def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:
         """List (micro-batch, slot) of the workers that read it, one a TP group.

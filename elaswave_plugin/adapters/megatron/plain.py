@@ -302,10 +302,7 @@ class PlainJob:
 
         self._check_bound(EVALUATE)
         check_work(evaluate, EVALUATE)
-        loss: float = self._between_steps(
-            from_the_start, EVALUATE, phase="evaluation", detached=math.nan
-        )
-        return loss
+        return self._between_steps(from_the_start, EVALUATE, phase="evaluation", detached=math.nan)
 
     def _agreed(self, losses: Sequence[Reported]) -> tuple[float, int]:
         """Mean loss of a global batch and its tokens, by the losses of this worker."""
@@ -327,8 +324,7 @@ class PlainJob:
         """
         self._check_bound(RUN)
         check_work(work, RUN, phase)
-        result: Result | None = self._between_steps(work, RUN, phase=phase, detached=None)
-        return result
+        return self._between_steps(work, RUN, phase=phase, detached=None)
 
     def _check_bound(self, verb: str) -> None:
         """Check that a model is bound; the first verb takes all that is bound into care."""

@@ -19,7 +19,7 @@ from elaswave_plugin.adapters.megatron.world import name_what_is_missing
 from elaswave_plugin.adapters.patching import PatchRecord, PatchSet
 from elaswave_plugin.adapters.script_lines import bare_collective
 from elaswave_plugin.adapters.unbound import Unbound
-from elaswave_plugin.around import around
+from elaswave_plugin.around import around, is_of_a_framework
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.calls_before import CallsBefore
@@ -38,13 +38,6 @@ def _is_before_a_load() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _is_of_a_framework() -> bool:
-    """Return whether the function that asks is called by a framework, not by the script."""
-    # Behind the replacement that ``around`` has made.
-    asker = sys._getframe(3).f_globals.get("__name__", "")
-    return asker.startswith(("megatron.core.", "torch.", "elaswave_plugin."))
 
 
 class ReplicaNumber(int):
@@ -174,20 +167,20 @@ class ScriptStart:
     def _as_made(
         self, native: Callable[..., int], group: Any, *, of_members: Callable[[Sequence[int]], int]
     ) -> int:
-        if self.loop is None or _is_of_a_framework():
+        if self.loop is None or is_of_a_framework():
             return native(group)
         self.loop.shares.ask_replicas()
         return of_members(self._worker.groups.made_of(group))
 
     def _width_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        if self.loop is None or _is_of_a_framework():
+        if self.loop is None or is_of_a_framework():
             return native(*args, **kwargs)
         self.loop.shares.ask_replicas()
         return self.loop.width
 
     def _replica_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         loop = self.loop
-        if _is_of_a_framework():
+        if is_of_a_framework():
             return native(*args, **kwargs)
         replica = native(*args, **kwargs) if loop is None else loop.replica
         writes = not self.is_behind and (replica == 0 if loop is None else loop.stands_for_first)

@@ -97,10 +97,7 @@ def weights_in(engine: Any, folder: Path) -> Mapping[str, torch.Tensor]:
             )
         return masters
     name = engine._get_ckpt_name(str(folder), (folder / DEEPSPEED_TRACKER).read_text().strip())
-    weights: Mapping[str, torch.Tensor] = engine.checkpoint_engine.load(name, map_location="cpu")[
-        "module"
-    ]
-    return weights
+    return engine.checkpoint_engine.load(name, map_location="cpu")["module"]
 
 
 def _check_width(load_dir: Path, tag: object, width: int) -> None:

@@ -200,8 +200,7 @@ class Rounds(Portions):
     def losses(self, last: Sequence[torch.Tensor]) -> list[float]:
         """Return the loss of each micro-batch, the mean over replicas (collective over WORLD)."""
         self._note(last)
-        means: list[float] = (self._of_all(self._losses) / self._width).tolist()
-        return means
+        return (self._of_all(self._losses) / self._width).tolist()
 
     def mean(self, value: torch.Tensor, *, weight: float, is_behind: bool) -> torch.Tensor:
         """The mean over all replicas, once they all have theirs (collective over WORLD then).

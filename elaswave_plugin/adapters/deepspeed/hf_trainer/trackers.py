@@ -43,8 +43,7 @@ class Trackers:
 
     @property
     def _callbacks(self) -> list[Any]:
-        callbacks: list[Any] = self._trainer.callback_handler.callbacks
-        return callbacks
+        return self._trainer.callback_handler.callbacks
 
     # ---- the launch -----------------------------------------------------------------------------
 

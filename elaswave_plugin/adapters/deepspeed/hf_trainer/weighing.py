@@ -116,8 +116,7 @@ class Weighing:
                     model, copy.copy(batch), num_items_in_batch=num_items
                 )
 
-        loss: torch.Tensor = unkept(compute)
-        return loss
+        return unkept(compute)
 
     def _found(self, model: Any, batch: Any, number: int, num_items: Any) -> dict[str, Kinds]:
         compute = partial(self._loss, model)

@@ -31,8 +31,7 @@ class PartitionedState(zero_state.ZeroState):
 
     @property
     def _masters(self) -> list[torch.Tensor]:
-        masters: list[torch.Tensor] = self._zero.single_partition_of_fp32_groups
-        return masters
+        return self._zero.single_partition_of_fp32_groups
 
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter group, with the padding between its parameters."""

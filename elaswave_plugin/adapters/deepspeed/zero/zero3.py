@@ -57,8 +57,7 @@ class PartitionedWeightsState(zero_state.ZeroState):
 
     @property
     def _masters(self) -> list[torch.Tensor]:
-        masters: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
-        return masters
+        return self._zero.fp32_partitioned_groups_flat
 
     def lengths(self) -> tuple[int, ...]:
         """Elements of each parameter, in the order of the groups."""

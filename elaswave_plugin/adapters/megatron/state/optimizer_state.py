@@ -214,8 +214,7 @@ class FlatShard:
     def main_of(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The fp32 piece of ``param`` that this worker updates."""
         group, order = self._optimizer.model_param_group_index_map[param]
-        piece: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
-        return piece
+        return self._optimizer.optimizer.param_groups[group]["params"][order]
 
     @property
     def moments(self) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ class ForwardPasses:
 
     def run(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the next one; returns its loss and tokens. ``number``: in what is run in order."""
-        result: tuple[torch.Tensor, torch.Tensor] = schedules.forward_step(
+        return schedules.forward_step(
             self._step,
             self._batches,
             self._model,
@@ -99,7 +99,6 @@ class ForwardPasses:
             is_first_microbatch=not self.reports,
             current_microbatch=number,
         )
-        return result
 
 
 def _listed(value: Any) -> list[Any]:

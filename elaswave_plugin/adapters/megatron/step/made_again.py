@@ -124,8 +124,7 @@ class Original:
 
     def made(self, run: copied.Run) -> Iterator[Any]:
         """Make it again, for a run."""
-        made: Iterator[Any] = _Maker(self._taken, run).load()
-        return made
+        return _Maker(self._taken, run).load()
 
 
 def _is_pass(iterator: Any) -> bool:

@@ -147,8 +147,7 @@ class Unread:
 
 def _request_of(unread: Unread) -> Request:
     """Return what reads the batch."""
-    request: Request = object.__getattribute__(unread, "_request")
-    return request
+    return object.__getattribute__(unread, "_request")
 
 
 def _other_loaders_refused() -> AbstractContextManager[None]:
