@@ -23,9 +23,9 @@ from elaswave_plugin.adapters.megatron.state import (
 from elaswave_plugin.adapters.megatron.state.expert_bias import ExpertBiases, routers
 from elaswave_plugin.adapters.megatron.state.global_names import global_names
 from elaswave_plugin.adapters.megatron.state.layer_units import units_of
-from elaswave_plugin.adapters.megatron.state.loaded_state import LoadedState
 from elaswave_plugin.adapters.megatron.state.open_passes import OpenPasses
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
+from elaswave_plugin.adapters.megatron.state.whole_state import LoadedState
 from elaswave_plugin.adapters.megatron.step.layer_timer import watch_passes
 from elaswave_plugin.adapters.megatron.step.weight_gradients import add_in_one_sum
 from elaswave_plugin.adapters.megatron.sums.kept_sums import KeptSums

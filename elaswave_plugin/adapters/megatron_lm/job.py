@@ -33,7 +33,7 @@ from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import check_supported
 from elaswave_plugin.adapters.megatron.world import join
 from elaswave_plugin.adapters.megatron_lm.batch_size import global_batch_sizes
-from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
+from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader, share_batches
 from elaswave_plugin.adapters.megatron_lm.legacy_optimizer import LegacyOptimizer
 from elaswave_plugin.adapters.megatron_lm.legacy_saves import LegacySaves
 from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
@@ -45,7 +45,6 @@ from elaswave_plugin.adapters.megatron_lm.router_losses import RouterLosses
 from elaswave_plugin.adapters.megatron_lm.script_arguments import ScriptArguments
 from elaswave_plugin.adapters.megatron_lm.script_writers import ScriptWriters
 from elaswave_plugin.adapters.megatron_lm.side_state import SideState
-from elaswave_plugin.adapters.megatron_lm.stage_batches import share_batches
 from elaswave_plugin.adapters.recording import Recording, tracker_of
 from elaswave_plugin.adapters.upstream_sources import say_unknown
 from elaswave_plugin.config import ElasticConfig

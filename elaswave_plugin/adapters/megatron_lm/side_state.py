@@ -6,7 +6,7 @@ data loaders: a piece that is interrupted and run again must find them as they w
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, TypedDict
+from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -39,17 +39,6 @@ _SHARED = (
 )
 
 
-class Kept(TypedDict):
-    """A copy of the counters, the batch, the timers, the rerun machine and the data positions."""
-
-    counters: dict[str, Any]
-    batch: dict[str, Any]
-    timers: dict[str, dict[str, Any]]
-    reruns: dict[str, Any]
-    positions: list[int]
-    energy: dict[str, Any]
-
-
 class SideState(Part):
     """All of it, as a part of the state of a step."""
 
@@ -59,26 +48,26 @@ class SideState(Part):
     def __init__(self, loaders: Sequence[MicrobatchLoader | ExternalLoader]) -> None:
         self._loaders = loaders
 
-    def keep(self) -> Kept:
-        """A copy of it."""
+    def keep(self) -> dict[str, Any]:
+        """A copy: counters, batch, timers, rerun machine, data positions, energy."""
         training, machine = import_module("megatron.training"), get_rerun_state_machine()
         args = training.get_args()
-        return Kept(
-            counters={name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
-            batch=present_batch(),
-            timers={
+        return {
+            "counters": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
+            "batch": present_batch(),
+            "timers": {
                 name: {field: getattr(timer, field) for field in _TIMER}
                 for name, timer in training.get_timers()._timers.items()
             },
-            reruns=detached_copy(
+            "reruns": detached_copy(
                 {name: one for name, one in vars(machine).items() if name not in _NOT_KEPT}
             )
             | {name: getattr(machine, name).name for name in _ENUMERATIONS},
-            positions=[loader.position for loader in self._loaders],
-            energy={name: getattr(_energy_monitor(), name) for name in _ENERGY},
-        )
+            "positions": [loader.position for loader in self._loaders],
+            "energy": {name: getattr(_energy_monitor(), name) for name in _ENERGY},
+        }
 
-    def put_back(self, kept: Kept) -> None:
+    def put_back(self, kept: dict[str, Any]) -> None:
         """Make it as it was kept."""
         training = import_module("megatron.training")
         vars(training.get_args()).update(kept["counters"])
@@ -95,20 +84,19 @@ class SideState(Part):
         for loader, position in zip(self._loaders, kept["positions"], strict=True):
             loader.position = position
 
-    def is_still(self, kept: Kept) -> bool:
+    def is_still(self, kept: dict[str, Any]) -> bool:
         """Return whether passes have left nothing that a redo does not make; ``kept`` before them.
 
         Times and the machine's counts of a step are made anew.
         """
-        now: Any = self.keep()
-        before: Any = kept
+        now = self.keep()
         names = ("counters", "batch", "positions")
-        results = (one["reruns"] for one in (now, before))
+        results = (one["reruns"] for one in (now, kept))
         # Who was given another one's state has of it what is shared.
         first, second = ([of.get(name) or None for name in _OF_RESULTS] for of in results)
-        return first == second and all(now[name] == before[name] for name in names)
+        return first == second and all(now[name] == kept[name] for name in names)
 
-    def shared(self, kept: Kept) -> Kept:
+    def shared(self, kept: dict[str, Any]) -> dict[str, Any]:
         """Return the part that holds for every worker."""
         reruns = {name: kept["reruns"][name] for name in _SHARED}
         return {**kept, "reruns": reruns, "energy": {}}
