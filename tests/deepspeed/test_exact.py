@@ -86,6 +86,7 @@ def test_four_workers_become_one_and_no_bit_changes(
             (1, {"accumulation": 1}),
             (2, {"nproc": 3, "global_batch": 12}),
             (2, {"options": ("--loss=items", "--padded")}),
+            (1, {"options": ("--loss=items", "--padded", "--grouped", "--limit=20")}),
             (1, {"options": ("--loss=labels", "--padded")}),
         ]
     ),

@@ -10,8 +10,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
 
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from elaswave_plugin.adapters.deepspeed.accelerate.order import (
     SamplerOrder,
@@ -29,12 +31,15 @@ def make_sampler(kind: str, num_items: int) -> Any:
     generator = torch.Generator().manual_seed(5)
     if kind == "seedable":
         return SeedableRandomSampler(data, generator=generator, data_seed=11)
+    if kind == "grouped":
+        lengths = [1 + item % 7 for item in data]
+        return LengthGroupedSampler(batch_size=4, lengths=lengths, generator=generator)
     return RandomSampler(data, generator=generator, replacement=kind == "replacement")
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(
-    st.sampled_from(("sequential", "random", "replacement", "seedable")),
+    st.sampled_from(("sequential", "random", "replacement", "seedable", "grouped")),
     st.integers(1, 40),
     st.integers(1, 4),
     st.integers(1, 3),

@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--unlabelled", default="", help="items of the data without a label")
     parser.add_argument("--limit", type=int, default=96, help="samples of an epoch")
     parser.add_argument("--padded", action="store_true", help="samples of different lengths")
+    parser.add_argument("--grouped", action="store_true", help="group_by_length")
     parser.add_argument("--own-items", action="store_true", help="items of a worker's own batches")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--not-finite", type=int, help="the loss of this step")
@@ -153,6 +154,7 @@ def main() -> None:
             per_device_train_batch_size=args.batch_size,
             gradient_accumulation_steps=2,
             average_tokens_across_devices=not args.own_items,
+            train_sampling_strategy="group_by_length" if args.grouped else "random",
             learning_rate=1e-3,
             logging_steps=1,
             logging_nan_inf_filter=not args.no_filter,

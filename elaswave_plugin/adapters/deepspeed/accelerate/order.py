@@ -11,7 +11,11 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from elaswave_plugin.errors import ConfigurationError
 
-_REPEATED = ("trl.trainer.utils", "RepeatSampler")
+# Of TRL, whose generator is its own, and of `group_by_length`.
+_OTHERS = (
+    ("trl.trainer.utils", "RepeatSampler"),
+    ("transformers.trainer_pt_utils", "LengthGroupedSampler"),
+)
 
 
 class SamplerOrder:
@@ -115,7 +119,8 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
         )
     sampler = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not (
-        isinstance(sampler, RandomSampler | SequentialSampler) or _repeats(sampler)
+        isinstance(sampler, RandomSampler | SequentialSampler)
+        or (type(sampler).__module__, type(sampler).__name__) in _OTHERS
     ):
         raise ConfigurationError(
             f"the training loader draws from a {type(sampler or batches).__name__}, wanted a "
@@ -125,17 +130,12 @@ def sampler_of(loader: Any, num_processes: int) -> tuple[Any, int, bool]:
     return sampler, int(batches.batch_size), bool(batches.drop_last)
 
 
-def _repeats(sampler: Any) -> bool:
-    """Return whether it is TRL's, which repeats each prompt and has a generator of its own."""
-    return (type(sampler).__module__, type(sampler).__name__) == _REPEATED
-
-
 def agree_on(sampler: Any, told: str | None = None) -> str:
     """Have every worker draw what the first one draws; return that, for one that comes later.
 
     ``told``: what it was when the job began; None asks the others, which are all there.
     """
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+    if getattr(sampler, "generator", sampler) is None:
         sampler.generator = torch.Generator().manual_seed(torch.initial_seed())
     if getattr(sampler, "generator", None) is None:
         return ""
