@@ -15,7 +15,7 @@ from elaswave_plugin.config import STEP_PHASES
 from tests.deepspeed.conftest import Launch
 from tests.deepspeed.harness import SCRIPTS, EngineSpec, rates
 from tests.deepspeed.hf_runs import AUTO
-from tests.deepspeed.test_sample_draws import KINDS, LOOPS, spec_of
+from tests.deepspeed.test_sample_draws import KINDS, LOOPS, spec_of, whole
 from tests.faults.harness import Outcome, check_survived
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
@@ -64,7 +64,7 @@ def test_the_cover_has_every_pair() -> None:
 
 
 @proves(Kind.KILLS, Promise.EQUAL)
-@pytest.mark.parametrize(("stage", "loop", "kind", "phases"), sampled(cover()))
+@pytest.mark.parametrize(("stage", "loop", "kind", "phases"), [*sampled(cover()), *whole(STAGES)])
 def test_four_workers_become_one_and_no_bit_changes(
     run: Launch, reference: Launch, stage: int, loop: str, kind: str, phases: tuple[str, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,13 @@ def test_the_cover_has_every_pair() -> None:
         assert {(case[one], case[other]) for case in each} == {*itertools.product(some, others)}
 
 
+def whole(stages: range) -> list[Any]:
+    """Every stage, loop, kind and phase together, for `make matrix` alone."""
+    parts = (STEP_PHASES[:3], STEP_PHASES[3:5], STEP_PHASES[5:])
+    cases = itertools.product(stages, LOOPS, ("sdpa", "lora", "recomputed"), parts)
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def norms(run: Outcome) -> dict[int, float]:
     """The norm of the gradients of each step; none where DeepSpeed computes none."""
     return {one["step"]: one["grad_norm"] for one in run.files.steps if one["grad_norm"]}
@@ -95,7 +103,7 @@ def masters(directory: Path) -> dict[str, np.ndarray]:
 
 
 @proves(Kind.KILLS, Promise.PLANNED)
-@pytest.mark.parametrize(("stage", "loop", "kind", "phases"), sampled(cover()))
+@pytest.mark.parametrize(("stage", "loop", "kind", "phases"), [*sampled(cover()), *whole(STAGES)])
 def test_losses_keep_the_draws_of_every_sample(
     run: Launch,
     twin: Twin,
