@@ -152,6 +152,8 @@ class StateKeeper:
         self._deferred: DeferredMoments | None = None
         self._sealing: Future[None] | None = None
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="elaswave-seal")
+        self.seals_beside = True
+        """Whether what follows a step leaves its weights where they are, while they are sealed."""
         # Whether model and optimizer were about to change since the last seal.
         self.is_updated = False
 
@@ -327,7 +329,8 @@ class StateKeeper:
         first = self._seals_in_epoch == 1
         targets = [slot for slot in self._copy_targets() if first or not self._is_local(slot)]
         parts = framework.read_shard()
-        beside = 4 * sum(part.numel() for part in parts) >= BESIDE_BYTES
+        is_large = 4 * sum(part.numel() for part in parts) >= BESIDE_BYTES
+        beside = is_large and self.seals_beside
         write = self.pool.begin_seal(
             step=step,
             epoch=self._view.epoch,

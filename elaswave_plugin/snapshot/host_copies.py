@@ -59,7 +59,7 @@ class HostCopies:
 
     def _from_host(self, part: torch.Tensor, target: Floats, first: int) -> Iterator[int]:
         for begin, end in self._cuts(first, first + part.numel()):
-            target[begin:end] = part[begin - first : end - first].float().numpy()
+            target[begin:end] = np.from_dlpack(part[begin - first : end - first].float())
             yield end
 
     def _from_device(self, part: torch.Tensor, target: Floats, first: int) -> Iterator[int]:

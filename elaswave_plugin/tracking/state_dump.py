@@ -184,7 +184,7 @@ def dump_state(
     for piece in pieces:
         # Numpy has no bf16; it and float32 lie in float32 here, as in a snapshot.
         data = piece.data.detach().float().cpu()
-        arrays[f"{piece.name}|{piece.part}|{piece.start}"] = data.numpy()
+        arrays[f"{piece.name}|{piece.part}|{piece.start}"] = np.from_dlpack(data)
         numel[piece.name] = piece.numel
     stem = folder / f"slot-{slot}-epoch-{epoch}"
     partial = stem.with_suffix(".partial.npz")

@@ -37,7 +37,8 @@ def row_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of all elements in order, of the tensor itself where it is contiguous."""
-    array: Any = row_of(tensor).view(torch.uint8).numpy()
+    # After numpy() torch would refuse to resize the storage, as scripts do that offload.
+    array: Any = np.from_dlpack(row_of(tensor).view(torch.uint8))
     return memoryview(array)
 
 

@@ -182,6 +182,84 @@ PER_TOKEN: tuple[Change, ...] = (
 )
 
 
+# Between two phases nothing of the model and its optimizer is on the device, as verl and ROLL do
+# it: weights are in a copy of the host's, masters and moments in other tensors. What computes
+# log-probabilities has the weights alone.
+_ROLLS = "            samples, parts = rollout(iteration // 2, replica)\n"
+_TRAINS = "        count = 2 if"
+_SLEEPS = """\
+def sleep(model, optimizer):
+    for buffer in (one for chunk in model for one in chunk.buffers):
+        buffer.param_data.on_host = buffer.param_data.detach().cpu().clone()
+        for name in ("param_data", "grad_data"):
+            storage = getattr(buffer, name).untyped_storage()
+            setattr(buffer, f"bytes_of_{name}", storage.nbytes())
+            storage.resize_(0)
+    before = [one.untyped_storage()._weak_ref() for one in parts_of(optimizer)]
+    move_optimizer(optimizer, "cpu")
+    freed = sum(map(torch.UntypedStorage._expired, before))
+    print(f"freed {freed} of {len(before)}\\n", end="")
+
+
+def parts_of(optimizer):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield from (one for one in sum(part.shard_fp32_from_float16_groups, []) if one is not None)
+        for state in part.optimizer.state.values():
+            yield from (state[one] for one in ("exp_avg", "exp_avg_sq") if one in state)
+
+
+def move_optimizer(optimizer, device):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for main in sum(part.shard_fp32_from_float16_groups, []):
+            if main is not None:
+                main.data = main.data.to(device, copy=True)
+        for state in part.optimizer.state.values():
+            for name in {"exp_avg", "exp_avg_sq"} & state.keys():
+                state[name] = state[name].to(device, copy=True)
+
+
+def wake(model, name):
+    for buffer in (one for chunk in model for one in chunk.buffers):
+        data = getattr(buffer, name)
+        if data.untyped_storage().nbytes() == 0:
+            data.untyped_storage().resize_(getattr(buffer, f"bytes_of_{name}"))
+            if name == "param_data":
+                with torch.no_grad():
+                    data.copy_(data.on_host)
+            else:
+                data.zero_()
+
+
+"""
+OFFLOAD: tuple[Change, ...] = (
+    before_model(_SLEEPS),
+    (
+        _ROLLS,
+        "            sleep(model, optimizer)\n"
+        + _ROLLS
+        + "            wake(model, 'param_data')\n",
+    ),
+    (
+        _TRAINS,
+        "        if iteration % 2 == 0:\n"
+        "            wake(model, 'grad_data')\n"
+        "            move_optimizer(optimizer, model[0].buffers[0].param_data.device)\n" + _TRAINS,
+    ),
+)
+# A worker that is lost in the second rollout; the others have weights by the time they find out.
+LOST_IN_ROLLOUT: Change = (
+    _ROLLS,
+    _ROLLS + '            if (iteration, os.environ["ELASWAVE_SLOT"]) == (2, "1"):\n'
+    "                os.kill(os.getpid(), 9)\n",
+)
+LONG_ROLLOUTS: Change = (_ROLLS, _ROLLS + '            os.system("sleep 0.3")\n')
+# All meet while they have none.
+MEETING: Change = (
+    "            wake(model, 'param_data')\n",
+    "            torch.distributed.barrier()\n            wake(model, 'param_data')\n",
+)
+
+
 def write(folder: Path, reads: str, *more: Change) -> str:
     """The path of such a script, which gives its batches in one of these ways."""
     log_probs, training = READERS[reads]

@@ -19,7 +19,7 @@ from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 recut, masters_of, watched = FlatShard.recut, FlatShard._master_slices, []
 KEPT = []
 def watching(self, in_place=None):
-    flat = [t for part in self._own for t in part]
+    flat = [t for part in self._own() for t in part]
     watched[:] = [t.untyped_storage()._weak_ref() for t in flat]
     KEEP
     del flat

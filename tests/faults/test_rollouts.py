@@ -25,6 +25,8 @@ KILLS = [
     "1@2:evaluation",
     *(f"{1 - number % 2}@{2 + number % 2}:{phase}" for number, phase in enumerate(STEP_PHASES)),
 ]
+OF_SLOT_1 = [kill for kill in KILLS if kill.startswith("1@")]
+PRECISIONS = [(), ("--bf16",)]
 
 
 def ratios_of(run: Outcome, steps: range) -> dict[tuple[int, int], set[str]]:
@@ -125,6 +127,70 @@ def test_a_replica_of_which_a_worker_is_left_goes_on(
     survived, whole = run(replace(spec, kills=(kill,))), reference(spec)
     check_equal(survived, whole)
     assert ratios_of(survived, range(6)) == ratios_of(whole, range(6))
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1")
+@pytest.mark.parametrize(
+    ("kill", "precision"), sampled([(kill, one) for kill in OF_SLOT_1 for one in PRECISIONS])
+)
+def test_a_loop_that_offloads_between_its_phases(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str, precision: tuple[str, ...]
+) -> None:
+    spec = replace(TP2, options=(*TP2.options, *precision))
+    whole = reference(replace(spec, script=rl_loop.write(tmp_path, "get_next")))
+    script = rl_loop.write(tmp_path, "get_next", *rl_loop.OFFLOAD)
+    survived = run(replace(spec, script=script, kills=(kill,)))
+    check_equal(survived, whole)
+    freed = re.findall(r"freed (\d+) of (\d+)\n", survived.output)
+    assert len(freed) == 11
+    assert all(one == of for one, of in freed)
+    assert ratios_of(survived, range(6)) == ratios_of(whole, range(6))
+
+
+@proves(Kind.KILL, Promise.EQUAL, victim="1", moment="in a rollout")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("meeting", [(), (rl_loop.MEETING,)], ids=["weights", "nothing"])
+def test_a_worker_is_lost_in_a_rollout_while_all_is_offloaded(
+    run: Launch,
+    reference: Reference,
+    tmp_path: Path,
+    meeting: tuple[Change, ...],
+    precision: tuple[str, ...],
+) -> None:
+    """The others learn of it when they have their weights, and nothing else, or not even these."""
+    spec = replace(TP2, options=(*TP2.options, *precision))
+    whole = reference(replace(spec, script=rl_loop.write(tmp_path, "get_next")))
+    changes = (*rl_loop.OFFLOAD, *meeting, rl_loop.LOST_IN_ROLLOUT)
+    survived = run(replace(spec, script=rl_loop.write(tmp_path, "get_next", *changes)))
+    lost = survived.events("worker_exited")[0]
+    assert (lost["slot"], lost["status"]) == (1, "killed by SIGKILL"), lost
+    assert survived.events("recovered")[0]["restored_step"] == 2
+    check_equal(survived, whole)
+    assert ratios_of(survived, range(6)) == ratios_of(whole, range(6))
+
+
+# A large shard is sealed beside what follows its step; here it is all the same, and takes long.
+SLOW_SEALS = """
+import time
+from elaswave_plugin.recovery import state_keeper
+from elaswave_plugin.snapshot.host_copies import HostCopies
+state_keeper.BESIDE_BYTES, copy = 0, HostCopies._copy
+def slowly(self, *args):
+    time.sleep(0.1)
+    yield from copy(self, *args)
+HostCopies._copy = slowly
+"""
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="1", moment="2:backward")
+def test_a_step_is_sealed_before_its_weights_are_offloaded(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next"))
+    script = rl_loop.write(tmp_path, "get_next", *rl_loop.OFFLOAD, rl_loop.LONG_ROLLOUTS)
+    planned = run(replace(spec, changes=("1@3",)))
+    survived = run(replace(spec, script=script, kills=("1@2:backward",), sabotage=SLOW_SEALS))
+    check_left_out(survived, planned, reference(spec), step=3)
 
 
 _LOSES = "                    data_iterator=[reader],\n"

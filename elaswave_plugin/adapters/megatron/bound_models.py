@@ -97,8 +97,13 @@ class BoundModels:
         return [master for shard in self._shards for master in shard.masters_apart]
 
     def moments(self) -> list[torch.Tensor]:
-        """The own moments, without a copy."""
+        """The own moments, wherever they are, without a copy."""
         return [moment for shard in self._shards for moment in shard.moments]
+
+    @property
+    def are_masters_elsewhere(self) -> bool:
+        """True while the script has masters of one elsewhere that are no views of the weights."""
+        return any(shard.are_masters_elsewhere for shard in self._shards)
 
     def learning_rate(self) -> float:
         """That of the first group of the first optimizer, as Megatron-LM logs it."""

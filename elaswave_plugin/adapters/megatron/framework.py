@@ -39,7 +39,7 @@ from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.step_state import digest_of
 from elaswave_plugin.tracking.state_dump import NamedPiece
-from elaswave_plugin.values.plain import decode, encode
+from elaswave_plugin.values.plain import bytes_of, decode, encode
 from elaswave_plugin.values.set_within import set_within
 
 # What schedules write into the optimizer's groups.
@@ -274,7 +274,9 @@ class MegatronFramework:
         return self.why_layers_stay() or stage_parts.why_fixed(self.chunks)
 
     def pause(self) -> None:
-        """Drop the interrupted step."""
+        """Drop the interrupted step; what the script has offloaded has its storage again."""
+        if buffers.bring_back(self.chunks):
+            self._worker.state.leave_seal()
         self._passes.end()
         self.reduction.drop()
         self.reduction.kept.interrupted()
@@ -492,8 +494,7 @@ class MegatronFramework:
         """The digest of the weights as they are here; 0 for a worker that has no place."""
         digest = xxhash.xxh3_64()
         for bucket in buffers.buckets(self.chunks) if self.is_placed else ():
-            weights = bucket.param_data[: bucket.numel_unpadded].cpu()
-            digest.update(weights.view(torch.uint8).numpy())
+            digest.update(bytes_of(bucket.param_data[: bucket.numel_unpadded].cpu()))
         return digest.intdigest() >> 1 if self.is_placed else 0
 
 

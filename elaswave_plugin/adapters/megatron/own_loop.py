@@ -523,6 +523,8 @@ class OwnLoop(ElasticJob):
                 num_stages=self._sizes.model_parallel[1],
             )
             self._positions.follow(self._seal)
+            # Its weights may leave the device for the next rollout.
+            self._worker.state.seals_beside = False
             self._calls.end(
                 "its script makes batches in memory from what the model is by then; set respawn to"
                 " 0, and the others go on without it"

@@ -4,6 +4,7 @@ Trained weights, moments and the capsule are sealed in shards (`framework.py`), 
 (`rng.py`). Here is the rest: it is kept before a step begins, and put back for its redo.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,48 +87,55 @@ class Weights(Part):
     def __init__(self, worker: Worker, framework: BoundModels) -> None:
         self._worker = worker
         self._framework = framework
-        self._sealed: tuple[list[int], int] | None = None
+        self._sealed: tuple[list[int], int | None] | None = None
         # None while moments are on their way, behind the weights.
-        self._moments: list[int] | None = None
+        self._moments: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
 
     def _weights(self) -> list[torch.Tensor]:
         found = buffers.buckets(self._framework.chunks)
         return [bucket.param_data[: bucket.numel_unpadded] for bucket in found]
 
-    def _masters(self) -> int:
-        """Of masters apart from the weights, which 16-bit models have."""
-        own = self._framework.masters_apart()
-        return hash(tuple(map(digest_of, own)))
+    def _masters(self) -> int | None:
+        """Of masters apart from the weights, which 16-bit models have; None while elsewhere."""
+        if self._framework.are_masters_elsewhere:
+            return None
+        return hash(tuple(map(digest_of, self._framework.masters_apart())))
 
     def sealed(self) -> None:
         """Remember what was sealed, by digest."""
         self._sealed = [digest_of(one) for one in self._weights()], self._masters()
         self._moments = self._present_moments()
 
-    def _present_moments(self) -> list[int] | None:
+    def _present_moments(self) -> list[tuple[weakref.ref[torch.Tensor], int]] | None:
         """Their version counters: scripts reset moments in place, and a digest costs as they do."""
         is_whole = self._worker.state.is_whole
-        return [one._version for one in self._framework.moments()] if is_whole else None
+        moments = self._framework.moments() if is_whole else ()
+        return [(weakref.ref(one), one._version) for one in moments] if is_whole else None
 
     def keep(self) -> dict[int, torch.Tensor]:
         """Copies of the buckets that were changed, by number; raises ConfigurationError.
 
         Masters lie in shards, and no other worker has those of a lost one.
         """
-        if self._sealed is None:
+        if self._sealed is None or buffers.are_offloaded(self._framework.chunks):
             return {}
         digests, masters = self._sealed
-        if masters != self._masters():
+        if masters not in (None, present := self._masters()) and present is not None:
             raise ConfigurationError(
                 "the loop's body changes the optimizer's float32 masters between two steps, which "
                 "a loss would undo: change them in train_step, behind optimizer.step()"
             )
-        if self._moments is not None and self._moments != self._present_moments():
+        if self._moments is not None and self._are_changed(self._moments):
             raise ConfigurationError(
                 "the loop's body changes the optimizer's moments between two steps, which a loss "
                 "would undo: change them in train_step, before optimizer.step()"
             )
         return self._changed(digests)
+
+    def _are_changed(self, moments: list[tuple[weakref.ref[torch.Tensor], int]]) -> bool:
+        """Return whether moments were written since; those in other tensors now were moved."""
+        pairs = zip(moments, self._present_moments() or (), strict=False)
+        return any(then[0]() is now[0]() and then[1] != now[1] for then, now in pairs)
 
     def find(self) -> dict[int, torch.Tensor]:
         """Copies of the buckets that were changed; train_step may change masters and moments."""

@@ -23,7 +23,8 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(bytearray())
     # One element may have any stride, and torch shows the bytes of stride one alone.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return _view(flat.view(torch.uint8).numpy())
+    # After numpy() torch would refuse to resize the storage, as scripts do that offload.
+    return _view(np.from_dlpack(flat.view(torch.uint8)))
 
 
 def _view(array: Any) -> memoryview:

@@ -74,6 +74,9 @@ def lay_out(model: DistributedDataParallel, parts: Parts, max_width: int) -> Non
     buffer.bucket_indices = list(zip(offsets, accumulate(sizes), strict=True))
     buffer.param_data, buffer.grad_data = param_data, grad_data
     buffer.numel, buffer.numel_unpadded = numel, sum(lengths)
+    if hasattr(buffer, "param_data_cpu"):
+        # A copy of the old one, into which an offload copies.
+        buffer.param_data_cpu = None
     if hasattr(buffer, "grad_numel"):  # 0.17 and 0.18
         buffer.grad_numel = numel
     _group_buckets(model)
@@ -165,6 +168,25 @@ def drop_step(model: DistributedDataParallel) -> None:
         group.is_last_microbatch = True
     for param in model.parameters():
         param.grad = None
+
+
+def are_offloaded(models: Sequence[DistributedDataParallel]) -> bool:
+    """Return whether the script has taken weights from the device, whose storage is empty then."""
+    return any(_is_empty(buffer.param_data) for model in models for buffer in model.buffers)
+
+
+def bring_back(models: Sequence[DistributedDataParallel]) -> bool:
+    """Give weights and gradients that are offloaded their storage, zeroed; whether any were."""
+    data = [(one.param_data, one.grad_data) for model in models for one in model.buffers]
+    empty = [one for pair in data for one in pair if _is_empty(one)]
+    for one in empty:
+        one.untyped_storage().resize_(one.nbytes)
+        one.detach().zero_()
+    return bool(empty)
+
+
+def _is_empty(data: torch.Tensor) -> bool:
+    return data.untyped_storage().nbytes() == 0
 
 
 def layer_numbers(chunks: Sequence[DistributedDataParallel]) -> tuple[int, ...]:

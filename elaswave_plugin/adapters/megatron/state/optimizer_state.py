@@ -1,5 +1,7 @@
 """The distributed optimizer's shard as three flat tensors, re-cut in place for a new width.
 
+Nobody but the optimizer holds moments and 16-bit models' masters: a script may offload them.
+
 The outer optimizer object, the inner torch optimizer and its parameter groups keep their identity,
 so that schedulers and scalers which hold them stay valid (megatron/core/optimizer/
 distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer ranges").
@@ -7,6 +9,7 @@ distrib_optimizer.py, ``DistributedOptimizer.__init__`` from "Model grad buffer 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from megatron.core.optimizer import _get_param_groups, get_standard_config_overr
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from elaswave_plugin.adapters.megatron.state import adam
+from elaswave_plugin.adapters.megatron.state.whole_state import MASTER
 from elaswave_plugin.core.layout.shards import MOMENTS, padded_size
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.values.untouched import untouched_zeros
@@ -32,9 +36,11 @@ class FlatShard:
         groups are others than Megatron-Core makes of them.
         """
         self._optimizer = optimizer
-        self._own: list[tuple[torch.Tensor, ...]] = []
-        self._masters: tuple[torch.Tensor, ...] = ()
-        self._views: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        self._sizes: list[int] = []
+        # Masters of a model in float32, by bucket: these lie in its buffers, which keep what stays.
+        self._in_buffers: tuple[torch.Tensor, ...] = ()
+        # Of each parameter of which this worker has a piece: its master, and where that is.
+        self._pieces: list[tuple[torch.Tensor, slice]] = []
         if config_overrides is None:
             config_overrides = get_standard_config_overrides(optimizer.config)
         groups = _get_param_groups(optimizer.model_chunks, optimizer.config, config_overrides)
@@ -69,10 +75,7 @@ class FlatShard:
         until the next cut leaves them alone.
         """
         outer, inner = self._optimizer, self._optimizer.optimizer
-        kept = {
-            bucket: [part[old].clone() for part in self._own]
-            for bucket, old in (in_place or {}).items()
-        }
+        kept = self._copied(in_place) if in_place else {}
         self._release()
         # Names the shards of a checkpoint: the place among those that share no state.
         outer.data_parallel_group_idx = parallel_state.get_model_parallel_group().rank()
@@ -105,14 +108,18 @@ class FlatShard:
         adam.fit_groups(inner)
         self._flatten()
         self._in_place = dict(in_place or {})
+        own = self._own() if kept else []
         for bucket, parts in kept.items():
-            for part, was in zip(self._own, parts, strict=True):
+            for part, was in zip(own, parts, strict=True):
                 part[bucket].copy_(was)
+
+    def _copied(self, shards: Mapping[int, int]) -> dict[int, list[torch.Tensor]]:
+        own = self._own()
+        return {bucket: [part[old].clone() for part in own] for bucket, old in shards.items()}
 
     def _release(self) -> None:
         """Let go of the state, so that the old and the new one are never there at once."""
-        self._own, self._masters, self._views = [], (), {}
-        self.exp_avg = self.exp_avg_sq = torch.empty(0)
+        self._in_buffers, self._pieces = (), []
         self._optimizer.optimizer.state.clear()
         self._optimizer.shard_fp32_from_float16_groups = []
         params: list[Any] = self.params
@@ -125,31 +132,90 @@ class FlatShard:
         """Re-point optimizer state (and 16-bit models' masters) to views of flat tensors."""
         outer, inner = self._optimizer, self._optimizer.optimizer
         width = outer.data_parallel_group.size()
-        sizes = [
+        self._sizes = sizes = [
             padded_size(bucket.numel_unpadded, width) // width
             for buffer in outer.buffers
             for bucket in buffer.buckets
         ]
-        device = outer.buffers[0].param_data.device
-        self._masters = self._master_slices(sizes)
-        places = [*self._places()]
-        for param, number, span in places:
+        masters, starts = self._master_slices(sizes), [*accumulate(sizes, initial=0)]
+        for param, number, span in self._places():
             main = self.main_of(param)
             if main.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-                flat_master = self._masters[number][span]
+                flat_master = masters[number][span]
                 flat_master.copy_(main)
                 main.data = flat_master
+            start = starts[number]
+            self._pieces.append((main, slice(start + span.start, start + span.stop)))
+        if not self._is_16_bit:
+            self._in_buffers = masters
+        del masters
         # Only now, since the masters were there twice until here.
-        self.exp_avg = untouched_zeros(sum(sizes), device=device)
-        self.exp_avg_sq = untouched_zeros(sum(sizes), device=device)
-        # By bucket. Masters of a model in float32 lie in its buffers, which keep what stays.
-        self._own = [self.exp_avg.split(sizes), self.exp_avg_sq.split(sizes)]
-        if self._is_16_bit:
-            self._own.append(self._masters)
-        for param, number, span in places:
-            views = {name: self._own[n][number][span] for n, name in enumerate(MOMENTS)}
-            self._views[param] = views
-            inner.state[self.main_of(param)] = adam.fresh_state(inner, views)
+        moments = {name: self._zeros() for name in MOMENTS}
+        for main, span in self._pieces:
+            views = {name: moment[span] for name, moment in moments.items()}
+            inner.state[main] = adam.fresh_state(inner, views)
+
+    def _zeros(self) -> torch.Tensor:
+        device = self._optimizer.buffers[0].param_data.device
+        return untouched_zeros(self.numel, device=device)
+
+    @property
+    def numel(self) -> int:
+        """Elements of one part of the shard."""
+        return sum(self._sizes)
+
+    def _part_of(self, main: torch.Tensor, part: str) -> torch.Tensor:
+        if part == MASTER:
+            return main.detach()
+        moment: torch.Tensor = self._optimizer.optimizer.state[main][part]
+        return moment
+
+    def _is_together(self, part: str) -> bool:
+        """Return whether the pieces of a part are views of one flat tensor of the device."""
+        if not self._pieces:
+            return False
+        storage = self._part_of(self._pieces[0][0], part).untyped_storage()
+        start, size = storage.data_ptr(), torch.float32.itemsize
+        is_whole = storage.nbytes() == size * self.numel
+        is_here = storage.device == self._optimizer.buffers[0].param_data.device
+        return (
+            is_whole
+            and is_here
+            and all(
+                (one.data_ptr(), one.dtype) == (start + size * span.start, torch.float32)
+                for one, span in ((self._part_of(main, part), span) for main, span in self._pieces)
+            )
+        )
+
+    @property
+    def are_masters_elsewhere(self) -> bool:
+        """True while the script has moved masters, as to the host; those that are apart."""
+        return bool(self._pieces) and self._is_16_bit and not self._is_together(MASTER)
+
+    @torch.no_grad()
+    def _flat(self, part: str) -> torch.Tensor:
+        """The flat tensor of a part; another one where the script has moved its pieces."""
+        if self._is_together(part):
+            storage = self._part_of(self._pieces[0][0], part).untyped_storage()
+            return torch.empty(0, device=storage.device).set_(storage)
+        flat = self._zeros()
+        for main, span in self._pieces:
+            flat[span].copy_(self._part_of(main, part).view(-1))
+            if part == MASTER:
+                main.data = flat[span]
+            else:
+                self._optimizer.optimizer.state[main][part] = flat[span]
+        return flat
+
+    def _own(self) -> list[tuple[torch.Tensor, ...]]:
+        """Moments, and masters that are apart, by bucket."""
+        parts = (*MOMENTS, *([MASTER] if self._is_16_bit else []))
+        return [self._flat(part).split(self._sizes) for part in parts]
+
+    @property
+    def _masters(self) -> tuple[torch.Tensor, ...]:
+        """By bucket."""
+        return self._flat(MASTER).split(self._sizes) if self._is_16_bit else self._in_buffers
 
     def _places(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
         """Yield the parameters of which this worker has a piece: number and part of its bucket."""
@@ -162,22 +228,17 @@ class FlatShard:
             local = outer.gbuf_ranges[buffer][dtype][bucket]["param_map"][param]["gbuf_local"]
             yield param, first_bucket[buffer] + bucket, slice(local.start, local.end)
 
-    @torch.no_grad()
     def adopt(self) -> int:
         """Take over what a checkpoint loaded into the optimizer; returns Adam's step count.
 
         0 where this worker owns no parameter, and where nothing was loaded.
         """
         inner = self._optimizer.optimizer
-        for param, views in self._views.items():
-            state = inner.state[self.main_of(param)]
+        for main, _ in self._pieces:
+            state = inner.state[main]
             if "step" in state:
                 # Loading gives all of them one tensor, which each update would count on.
                 state["step"] = state["step"].clone()
-            for name, view in views.items():
-                if state[name].data_ptr() != view.data_ptr():
-                    view.copy_(state[name])
-                    state[name] = view
         return adam.applied_steps(inner)
 
     @property
@@ -218,12 +279,12 @@ class FlatShard:
 
     @property
     def moments(self) -> list[torch.Tensor]:
-        """Both flat moments, without copying."""
-        return [self.exp_avg, self.exp_avg_sq]
+        """The pieces of both moments, wherever they are, without copying."""
+        return [self._part_of(main, name) for name in MOMENTS for main, _ in self._pieces]
 
     def parts(self) -> list[torch.Tensor]:
         """The flat state in the order of ``core/layout/shards.py``, without copying."""
-        return [*(master.detach() for master in self._masters), self.exp_avg, self.exp_avg_sq]
+        return [*(master.detach() for master in self._masters), *map(self._flat, MOMENTS)]
 
     @torch.no_grad()
     def write_weights(self, masters: torch.Tensor) -> None:
@@ -233,8 +294,8 @@ class FlatShard:
 
     def write_moments(self, moments: torch.Tensor) -> None:
         """Install exp_avg and exp_avg_sq of shape [2, shard_numel]."""
-        for part, values in zip(self._own, moments, strict=False):
-            self._write(part, values)
+        for name, values in zip(MOMENTS, moments, strict=True):
+            self._write(self._flat(name).split(self._sizes), values)
 
     def _write(self, part: Sequence[torch.Tensor], values: torch.Tensor) -> None:
         """Install one part of the shard, by bucket, except what is in place."""

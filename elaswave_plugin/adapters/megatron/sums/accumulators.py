@@ -51,9 +51,12 @@ class GradAccumulators:
         self._spare.append(self._of.pop(contribution))
 
     def restore(self) -> None:
-        """Point everything back at the native buffers."""
+        """Point everything back at the native buffers, which may be offloaded where it is there."""
         self._of.clear()
-        self._point(self._home)
+        if any(
+            one.grad_data is not home for one, home in zip(self._buffers, self._home, strict=True)
+        ):
+            self._point(self._home)
 
     def _native(self) -> list[torch.Tensor]:
         others = [one for one in self._spare if one is not self._home]
