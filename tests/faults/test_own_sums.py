@@ -124,8 +124,27 @@ def test_sums_over_replicas_are_those_of_the_launch(
         assert len(found) == spec.nproc - sum(step >= 2 + one for one in range(len(slots)))
         for numbers in found:
             assert numbers == pytest.approx(wanted[step][0], rel=ROUNDING), step
+    assert "lacks that share" not in survived.output
     # Of a pair nobody knows whether the script divides before it sums.
     assert ("may show the loss" in survived.output) == (kind == "pairs")
+
+
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:optimizer")
+def test_a_sum_behind_a_loss_that_met_the_update_lacks_a_share_once(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    script = own_loop.write(tmp_path, *reporting(_PAIR, _SHOWS))
+    spec = replace(spec_of(1, "optimizer"), script=script)
+    survived, undisturbed = run(spec), reference(spec.undisturbed())
+    check_equal(survived, undisturbed)
+    wanted = shown(undisturbed)
+    for step, found in shown(survived).items():
+        share = 0.75 if step == 2 else 1.0
+        # Tokens of each worker are as many, and its losses are alike.
+        for numbers in found:
+            assert numbers == pytest.approx([share * one for one in wanted[step][0]], rel=0.02)
+    said = "worker 1 was lost behind forward_backward, and what the script sums"
+    assert survived.output.count(said) == 1
 
 
 @proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")

@@ -7,8 +7,13 @@ import torch
 from megatron.core import parallel_state
 from torch.utils import _pytree
 
+from elaswave_plugin.ipc.console import say
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.values.plain import gathered
+
+OWN_NUMBERS_ADVICE = (
+    "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
+)
 
 
 class LostShares:
@@ -25,12 +30,25 @@ class LostShares:
         self._is_width_asked = self._are_replicas_asked = False
         # Whether it sums over workers in its loop; otherwise it shows what is its own.
         self._are_summed = False
+        # The workers whose share is in what the script was told last.
+        self._told_of = worker.ranks
         self.are_reported = False
         """Whether the last call's were losses, so that whatever is summed of them is right."""
 
+    def note_told(self) -> None:
+        """Note that the script is told losses, in which the share of each worker is."""
+        self._told_of = self._worker.ranks
+
     def note_sum(self) -> None:
-        """Note that the script sums over workers in its loop."""
+        """Note that the script sums over workers in its loop; say where one lacks a share."""
         self._are_summed = True
+        lost = sorted({*self._told_of} - {*self._worker.ranks})
+        self._told_of = self._worker.ranks
+        if lost and self._worker.owns_rank_0:
+            say(
+                f"worker {', '.join(map(str, lost))} was lost behind forward_backward, and what the"
+                f" script sums of its losses lacks that share, once: {OWN_NUMBERS_ADVICE}"
+            )
 
     def ask_width(self) -> None:
         """Note that the script asks in its loop how many workers there are."""

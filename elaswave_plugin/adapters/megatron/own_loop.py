@@ -24,7 +24,7 @@ from elaswave_plugin.adapters.megatron.compat.whole_saves import WholeSaves
 from elaswave_plugin.adapters.megatron.contract import Result
 from elaswave_plugin.adapters.megatron.input_seal import InputSeal, SealedCall, drawn
 from elaswave_plugin.adapters.megatron.job import ElasticJob
-from elaswave_plugin.adapters.megatron.lost_shares import LostShares
+from elaswave_plugin.adapters.megatron.lost_shares import OWN_NUMBERS_ADVICE, LostShares
 from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.script_run import ScriptRun
 from elaswave_plugin.adapters.megatron.state.binds import chunks_of
@@ -64,7 +64,7 @@ class OwnLoop(ElasticJob):
 
     _why_whole = "the script's iterator gives whole micro-batches"
     # Of the numbers that the script makes by itself, for the sentence that names their lines.
-    _advice = "the mean over the whole batch is in steps.jsonl of the run directory, and in W&B"
+    _advice = OWN_NUMBERS_ADVICE
 
     def __init__(
         self,
@@ -257,9 +257,11 @@ class OwnLoop(ElasticJob):
         with self._body.closed():
             if forward_only:
                 evaluate = partial(self._loop.run, work, phase="evaluation")
-                return self._calls.of("an evaluation", evaluate)
-            returned = self._part("forward_backward", work)
-            self._versions = self._present_versions()
+                returned = self._calls.of("an evaluation", evaluate)
+            else:
+                returned = self._part("forward_backward", work)
+                self._versions = self._present_versions()
+        self.shares.note_told()
         return returned
 
     @ends_in_a_sentence
