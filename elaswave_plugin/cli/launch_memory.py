@@ -15,6 +15,12 @@ _GIB = 2**30
 _VOCABULARY_MULTIPLE = 128
 # The elements of a bucket where a launch does not say, as Megatron-Core has them.
 _BUCKET = 40_000_000
+# With experts and with virtual stages no sums are kept.
+_KEEP_NONE = (
+    "num_experts",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
 _PARALLEL = ("tensor", "pipeline")
 
 
@@ -24,7 +30,8 @@ class Memory:
 
     ``state``: of its optimizer, and ``state_later`` with one replica less; ``contributions``: the
     gradients that it holds apart in a step after a loss, in exact mode; ``recut``: more than that
-    for the moment in which the state is cut again.
+    for the moment in which the state is cut again; ``kept``: copies of gradients in every step, so
+    that their sums stand through a loss, and ``redone``: gradients beside those sums, once.
     """
 
     workers: int
@@ -36,6 +43,8 @@ class Memory:
     state_later: int
     recut: int
     contributions: int
+    kept: int
+    redone: int
 
     def lines(self) -> tuple[str, ...]:
         """Return it in sentences."""
@@ -52,6 +61,8 @@ class Memory:
             f"  a loss: optimizer state of a worker {_gib(self.state)} -> {_gib(self.state_later)},"
             f" {_gib(self.recut)} more for a moment; gradients that are kept apart in a step:"
             f" {_gib(self.contributions)}",
+            f"  gradient sums that stand through a loss: {_gib(self.kept)} in every step; its redo"
+            f" takes {_gib(self.redone)} more, or all of the step is run again",
         )
 
 
@@ -76,6 +87,8 @@ def memory_of(arguments: Mapping[str, Any], *, workers: int, nodes: int = 1) -> 
     copies = 1 if nodes > 1 else 0
     is_half = bool(arguments.get("bf16") or arguments.get("fp16"))
     snapshots = 2 * _STATE * shard * (1 + copies)
+    keeps = replicas > 1 and not any(arguments.get(name) for name in _KEEP_NONE)
+    keeps = keeps and arguments.get("elaswave_consistency", "exact") == "exact"
     return Memory(
         workers=workers,
         replicas=replicas,
@@ -86,6 +99,8 @@ def memory_of(arguments: Mapping[str, Any], *, workers: int, nodes: int = 1) -> 
         state_later=later * (_STATE if is_half else _MOMENTS),
         recut=shard * (_STATE if is_half else _MOMENTS),
         contributions=_contributions(arguments, parameters, replicas),
+        kept=_gradient_bytes(arguments) * shard * keeps,
+        redone=_gradient_bytes(arguments) * parameters * keeps,
     )
 
 
@@ -110,14 +125,19 @@ def _contributions(arguments: Mapping[str, Any], parameters: int, replicas: int)
         for part in flow.contributions(slot)
         if part != flow.in_place(slot)
     ]
-    halves = arguments.get("fp16") and not arguments.get("accumulate_allreduce_grads_in_fp32")
-    size = _HALF if halves else _FLOAT
+    size = _gradient_bytes(arguments)
     bucket = size * _number(arguments, "ddp_bucket_size", max(_BUCKET, 1_000_000 * replicas))
     gradients, owners = parameters * size, replicas - 1
     # The sums of lost replicas, and terms that come before their turn: one of each owner.
     shares = len({part.replica for part in shipped}) + min(len(shipped), owners) - 1
     stages = any(_number(arguments, f"{of}_model_parallel_size", 1) > 1 for of in _PARALLEL)
     return gradients * shares // owners + 2 * min(bucket, gradients) + gradients * stages
+
+
+def _gradient_bytes(arguments: Mapping[str, Any]) -> int:
+    """Bytes of an element."""
+    halves = arguments.get("fp16") and not arguments.get("accumulate_allreduce_grads_in_fp32")
+    return _HALF if halves else _FLOAT
 
 
 def _of_stage(arguments: Mapping[str, Any], stage: int, *, tp: int, pp: int) -> int:

@@ -5,6 +5,7 @@ Settings of the job have its names and defaults; the costs are those of equal la
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,28 @@ _BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBytes:
-    """A worker's weights, gradients and optimizer state, and its snapshots in host memory."""
+    """A worker's weights, gradients and optimizer state, and its snapshots in host memory.
+
+    ``kept``: copies of gradients, so that their sums stand through a loss, in every step;
+    ``redone``: gradients beside them in the redo of a struck step.
+    """
 
     state: float
     snapshots: float
+    kept: float
+    redone: float
 
     def __str__(self) -> str:
-        return f"{self.state / _GIB:.2f} GiB and {self.snapshots / _GIB:.2f} GiB of snapshots"
+        kept = f" (kept sums: {self.kept / _GIB:.2f}, in a redo {self.redone / _GIB:.2f} more)"
+        beside = kept if self.kept else ""
+        return (
+            f"{self.state / _GIB:.2f} GiB{beside} and {self.snapshots / _GIB:.2f} GiB of snapshots"
+        )
 
 
-def bytes_of_stages(layout: ParallelLayout, costs: CostModel) -> tuple[WorkerBytes, ...]:
+def bytes_of_stages(
+    layout: ParallelLayout, costs: CostModel, *, keeps_sums: bool
+) -> tuple[WorkerBytes, ...]:
     """Count a worker of each stage; the optimizer state of a stage is shared out by its width.
 
     Activations are not counted: the planner keeps them below `--memory-gib` by its windows.
@@ -48,24 +61,34 @@ def bytes_of_stages(layout: ParallelLayout, costs: CostModel) -> tuple[WorkerByt
     found = []
     for stage, replicas in enumerate(layout.stages):
         spans = layout.layers(stage)
-        kept, shared = (
+        resident, shared, weights = (
             sum(float(totals[stop] - totals[start]) for start, stop in spans)
-            for totals in (costs.totals("resident_bytes"), costs.totals("optimizer_bytes"))
+            for totals in map(costs.totals, ("resident_bytes", "optimizer_bytes", "weight_bytes"))
         )
         share = shared / len(replicas)
-        found.append(WorkerBytes(state=kept + share, snapshots=_BUFFERS * share))
+        gradients = (resident - weights) * (keeps_sums and len(replicas) > 1)
+        found.append(
+            WorkerBytes(
+                state=resident + share,
+                snapshots=_BUFFERS * share,
+                kept=gradients / len(replicas),
+                redone=gradients,
+            )
+        )
     return tuple(found)
 
 
-def change_text(before: ParallelLayout, after: ParallelLayout, costs: CostModel) -> str:
+def change_text(before: Sequence[WorkerBytes], after: Sequence[WorkerBytes]) -> str:
     """Return a line a stage: the bytes of a worker before and after."""
-    pairs = zip(bytes_of_stages(before, costs), bytes_of_stages(after, costs), strict=True)
-    return "\n".join(f"stage {stage}: {old} -> {new}" for stage, (old, new) in enumerate(pairs))
+    pairs = enumerate(zip(before, after, strict=True))
+    return "\n".join(f"stage {stage}: {old} -> {new}" for stage, (old, new) in pairs)
 
 
 MOST_SHOWN_WORKERS = 64
 SHOWN_CANDIDATES = 5
 GIB, MIB = 2**30, 2**20
+# Workers of each stage, before and after.
+_Held = tuple[Sequence[WorkerBytes], Sequence[WorkerBytes]]
 _COUNTS = ("microbatches", "microbatch_size")
 _ABOVE_0 = ("forward_ms", "backward_ms", "memory_gib", "link_gbytes", "power_cap_w")
 _FROM_0 = ("latency_ms", "sample_ms", "weights_mib", "activation_mib", "horizon_s")
@@ -117,7 +140,13 @@ def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> 
     rules = _rules(options, settings)
     costs = _costs(options)
     plan = joint_plan(before=before, after=after, costs=costs, work=work, rules=rules)
-    _print(before, plan, costs, console)
+    # Nothing is kept with virtual stages.
+    keeps = options.consistency == "exact" and options.vpp == 1
+    held = (
+        bytes_of_stages(before, costs, keeps_sums=keeps),
+        bytes_of_stages(plan.layout, costs, keeps_sums=keeps),
+    )
+    _print(before, plan, held, console)
     if not settings.moves_layers and settings.move_layers == "auto" and not after.is_rectangular:
         console.print(
             f"layers and workers keep their stages, since lost workers come back (respawn is"
@@ -127,7 +156,7 @@ def run_plan(options: PlanOptions, json_file: Path | None, console: Console) -> 
             soft_wrap=True,
         )
     if json_file is not None:
-        text = json.dumps(plan_record(before, plan, work, costs), indent=1)
+        text = json.dumps(plan_record(before, plan, work, held), indent=1)
         json_file.write_text(text + "\n", encoding="utf-8")
         console.print(f"written to {json_file}", markup=False, highlight=False, soft_wrap=True)
     return 0
@@ -150,7 +179,7 @@ def dead_slots(texts: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def plan_record(
-    before: ParallelLayout, plan: JointPlan, work: StepWork, costs: CostModel
+    before: ParallelLayout, plan: JointPlan, work: StepWork, held: _Held
 ) -> dict[str, Any]:
     """Return what --json writes of a plan: its seconds are predicted by simulation."""
     chosen = plan.chosen
@@ -159,8 +188,8 @@ def plan_record(
         "layout_before": before.to_json(),
         "layout_after": plan.layout.to_json(),
         "worker_bytes": {
-            "before": [asdict(one) for one in bytes_of_stages(before, costs)],
-            "after": [asdict(one) for one in bytes_of_stages(plan.layout, costs)],
+            name: [asdict(one) for one in stages]
+            for name, stages in zip(("before", "after"), held, strict=True)
         },
         "plan": {
             "dataflow": str(chosen.choice),
@@ -265,12 +294,12 @@ def _rules(options: PlanOptions, settings: ElasticConfig) -> PlanRules:
     )
 
 
-def _print(before: ParallelLayout, plan: JointPlan, costs: CostModel, console: Console) -> None:
+def _print(before: ParallelLayout, plan: JointPlan, held: _Held, console: Console) -> None:
     small = len(before.workers) <= MOST_SHOWN_WORKERS
     shown = [
         ("before", str(before) if small else before.summary()),
         ("after", str(plan.layout) if small else plan.layout.summary()),
-        ("a worker's bytes, without activations", change_text(before, plan.layout, costs)),
+        ("a worker's bytes, without activations", change_text(*held)),
         ("why", "\n".join(plan.reasons)),
         (
             f"the best of {len(plan.candidates)} simulated plans, the chosen one first",

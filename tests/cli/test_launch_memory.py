@@ -64,6 +64,18 @@ def test_gradients_apart_are_those_of_the_contributions_of_a_step() -> None:
     assert few.contributions == pytest.approx(of_buffer / 7 + two_buckets, rel=1e-3)
 
 
+def test_sums_stand_by_copies_of_a_shard_and_a_redo_takes_one_gradient_buffer() -> None:
+    memory = predicted(LLAMA_3, 8)
+    assert memory.redone == pytest.approx(4 * 8.03e9, rel=1e-3)
+    assert memory.kept == pytest.approx(memory.redone / 8, rel=1e-6)
+    for none in (
+        predicted({**LLAMA_3, "elaswave_consistency": "fast"}, 8),
+        predicted({**LLAMA_3, "num_virtual_stages_per_pipeline_rank": 2}, 8),
+        predicted(MIXTRAL, 8),
+    ):
+        assert none.kept == none.redone == 0
+
+
 def test_tensor_and_pipeline_parallelism_cut_the_model() -> None:
     cut = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8}
     memory = predicted({**GPT_3, **cut}, 64)

@@ -53,6 +53,7 @@ class GradAccumulators:
     def restore(self) -> None:
         """Point everything back at the native buffers, which may be offloaded where it is there."""
         self._of.clear()
+        self._spare.clear()
         if any(
             one.grad_data is not home for one, home in zip(self._buffers, self._home, strict=True)
         ):

@@ -252,6 +252,7 @@ class GradientReduction:
             if group is self._bucket_groups[0]:
                 # A sum is written where gradients may have been sent from.
                 self.await_sent()
+                self.kept.room = None
                 self._check_gradients()
             for bucket in group.buckets:
                 self._fold(self._buckets().index(bucket))
