@@ -1,8 +1,9 @@
-"""Runs a training script whose faults in a backward pass strike in the last one of their step.
+"""Runs a script whose faults in a backward pass strike in the step's last one; counts passes.
 
     elaswave run ... benchmarks/late_strike.py MICROBATCHES SCRIPT ARGUMENTS...
 
 ``MICROBATCHES``: those of a replica. For measurements: by itself a fault strikes in the first pass.
+Each forward pass of a worker is an event.
 """
 
 import runpy
@@ -15,12 +16,14 @@ from elaswave_plugin.recovery.phases import Phases
 
 
 def strike_late(microbatches: int) -> None:
-    """Let backward passes go by until the last one of the step."""
+    """Let backward passes go by until the last one of the step, and note each forward pass."""
     fire, begun = Phases.fire, Counter[int]()
 
     def fire_late(phases: Phases, phase: str) -> None:
         if phase == "backward":
             begun[phases.step] += 1
+        if phase == "forward":
+            phases._events.emit("forward_pass", slot=phases._slot, step=phases.step)
         if phase != "backward" or begun[phases.step] >= microbatches:
             fire(phases, phase)
 

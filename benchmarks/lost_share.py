@@ -7,7 +7,8 @@ backward pass, in the reduction and in the update of a step. DP4 computes 57 mil
 micro-batches a replica; in the other shapes layers sleep (benchmarks/emulated_compute.py). A cost
 runs from the end of the step before, on all workers, to the end of the struck one on all that are
 left. ``--against``: a checkout of another commit, with its own .venv, whose jobs run in turn with
-these.
+these. The struck step may have the forward passes of a healthy one, those of the lost worker's
+replica, and one of each survivor: exit code 1 where it has more, or costs too much of the other's.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,6 +29,8 @@ from elaswave_plugin.observer.run import RunFiles, counted_steps, read_run
 
 HERE = Path(__file__).resolve()
 LATE_STRIKE, EMULATED = (HERE.with_name(f"{one}.py") for one in ("late_strike", "emulated_compute"))
+# Of the former, which the package of another checkout may lack.
+PASS_EVENT = "forward_pass"
 PHASES = ("forward", "backward", "reduce", "optimizer")
 VICTIM = 2
 STEPS, LOSS, FIRST = 6, 4, 2
@@ -34,13 +38,23 @@ RUN_LIMIT_S = 600.0
 
 
 class Shape(NamedTuple):
-    """A job: micro-batches of each replica, and the milliseconds that a layer sleeps, if so."""
+    """A job: micro-batches of each replica, and the milliseconds that a layer sleeps, if so.
+
+    ``share``: the most that a loss may cost, of its cost in the other checkout.
+    """
 
     workers: int
     replicas: int
     microbatches: int
+    share: float
     arguments: tuple[str, ...]
     layer_ms: int = 0
+
+    @property
+    def most_passes(self) -> int:
+        """Forward passes of all workers that the struck step may have."""
+        of_replica = self.workers // self.replicas * self.microbatches
+        return of_replica * (self.replicas + 1) + self.workers - 1
 
 
 SMALL = ("--num-layers", "4", "--hidden-size", "64", "--seq-length", "32")
@@ -48,15 +62,15 @@ PP2 = ("--pipeline-model-parallel-size", "2")
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel", *PP2)
 SHAPES = {
     "DP4": Shape(
-        *(4, 4, 2),
+        *(4, 4, 2, 0.45),
         (
             *("--num-layers", "8", "--hidden-size", "768", "--num-attention-heads", "12"),
             *("--seq-length", "128"),
         ),
     ),
-    "DP8": Shape(8, 8, 2, SMALL, 85),
-    "PP2xDP4": Shape(8, 4, 4, (*SMALL, *PP2), 70),
-    "TP2xPP2xDP2": Shape(8, 2, 4, (*SMALL, *TP2_PP2), 70),
+    "DP8": Shape(8, 8, 2, 0.35, SMALL, 85),
+    "PP2xDP4": Shape(8, 4, 4, 0.6, (*SMALL, *PP2), 70),
+    "TP2xPP2xDP2": Shape(8, 2, 4, 0.75, (*SMALL, *TP2_PP2), 70),
 }
 
 
@@ -89,12 +103,10 @@ def cost_of(run: RunFiles) -> dict[str, float]:
     """Return the seconds of a healthy step, and what the struck one took beyond it."""
     done = done_s(run)
     healthy_s = median(done[step] - done[step - 1] for step in range(FIRST, LOSS))
-    # Of the first stage.
-    passes = sum(line["step"] == LOSS and not line.get("kept") for line in run.ledger)
     return {
         "healthy_s": healthy_s,
         "cost_s": done[LOSS] - done[LOSS - 1] - healthy_s,
-        "forward_passes": passes,
+        "forward_passes": sum(one["step"] == LOSS for one in run.of_kind(PASS_EVENT)),
     }
 
 
@@ -133,23 +145,36 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found[name].append(of_checkout(trees[name], options.shape))
             told = {phase: round(one["cost_s"], 2) for phase, one in found[name][-1].items()}
             print(f"{number} {name:8} cost in s {told}", flush=True)
-    for phase in PHASES:
-        of_phase = {
-            name: {
-                "cost_s": [one[phase]["cost_s"] for one in runs],
-                "median_cost_s": median(one[phase]["cost_s"] for one in runs),
-                "median_healthy_s": median(one[phase]["healthy_s"] for one in runs),
-                "forward_passes": [one[phase]["forward_passes"] for one in runs],
-            }
-            for name, runs in found.items()
+    return result | {phase: of_phase(phase, found, options.shape) for phase in PHASES}
+
+
+def of_phase(
+    phase: str, found: Mapping[str, Sequence[dict[str, Any]]], shape: str
+) -> dict[str, Any]:
+    """Return the figures of a phase, by checkout, and whether they are good; prints them."""
+    result: dict[str, Any] = {
+        name: {
+            "cost_s": [one[phase]["cost_s"] for one in runs],
+            "median_cost_s": median(one[phase]["cost_s"] for one in runs),
+            "median_healthy_s": median(one[phase]["healthy_s"] for one in runs),
+            "forward_passes": [one[phase]["forward_passes"] for one in runs],
         }
-        result[phase] = of_phase
-        told = of_phase["here"]["median_cost_s"]
-        line = f"{phase:10} costs {told:.2f} s beyond {of_phase['here']['median_healthy_s']:.2f} s"
-        if "against" in of_phase:
-            other = of_phase["against"]["median_cost_s"]
-            line += f", there {other:.2f} s, ratio {told / other:.2f}"
-        print(line, flush=True)
+        for name, runs in found.items()
+    }
+    here, most = result["here"], SHAPES[shape].most_passes
+    passes = max(here["forward_passes"])
+    result |= {"most_passes": most, "good": passes <= most}
+    line = f"{phase:10} costs {here['median_cost_s']:.2f} s beyond {here['median_healthy_s']:.2f} s"
+    line += f"; forward passes at most {passes}, wanted {most}"
+    if "against" in result:
+        other = result["against"]["median_cost_s"]
+        result |= {"ratio": here["median_cost_s"] / other}
+        line += f"; there {other:.2f} s, ratio {result['ratio']:.2f}"
+        if phase != PHASES[0]:
+            share = SHAPES[shape].share
+            result["good"] &= result["ratio"] <= share
+            line += f", wanted {share}"
+    print(f"{line}{'' if result['good'] else ': MISSED'}", flush=True)
     return result
 
 
@@ -166,7 +191,11 @@ def main() -> int:
         print(json.dumps(once(SHAPES[options.shape])))
         return 0
     result_file: Path | None = options.json
-    return run_benchmark(lambda: measure(options), result_file)
+    return run_benchmark(
+        lambda: measure(options),
+        result_file,
+        good=lambda result: all(result[phase]["good"] for phase in PHASES),
+    )
 
 
 if __name__ == "__main__":

@@ -58,10 +58,11 @@ def one_run(running: Bench, name: str, kill: Kill, reference: RunFiles) -> dict[
     summary = summarize(run, reference, steps=STEPS, global_batch=GLOBAL_BATCH, kills=[kill])
     row |= {key: summary[key] for key in (*KEPT, *LOST)}
     row |= {"fired": summary["kills"][0]["fired"], "recoveries": len(summary["recoveries"])}
-    row |= {"median_step_s": summary["median_step_s"], "mttr_s": None, "beyond_step_s": None}
+    row |= {"median_step_s": summary["median_step_s"]}
+    row |= {"mttr_s": None, "beyond_step_s": None, "cost_s": None}
     if len(summary["recoveries"]) == 1:
         recovery = summary["recoveries"][0]
-        row |= {key: recovery[key] for key in ("mttr_s", "phases_s", "bytes_moved")}
+        row |= {key: recovery[key] for key in ("mttr_s", "cost_s", "phases_s", "bytes_moved")}
         if summary["median_step_s"]["after"] is not None:
             row["beyond_step_s"] = recovery["mttr_s"] - summary["median_step_s"]["after"]
     row["passed"] = passed(row)
@@ -97,8 +98,8 @@ def show(number: int, row: dict[str, Any]) -> None:
     if row["beyond_step_s"] is not None:
         phases = "  ".join(f"{name} {1e3 * one:.1f}" for name, one in row["phases_s"].items())
         times = (
-            f"mttr {1e3 * row['mttr_s']:6.1f} ms, beyond a step"
-            f" {1e3 * row['beyond_step_s']:6.1f} ms ({phases})"
+            f"costs {1e3 * (row['cost_s'] or 0.0):6.1f} ms; mttr {1e3 * row['mttr_s']:6.1f} ms,"
+            f" beyond a step {1e3 * row['beyond_step_s']:6.1f} ms ({phases})"
         )
     print(f"{number:3} {row['kill']:14} {times}: {verdict}", flush=True)
 
@@ -120,13 +121,20 @@ def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures over all runs, which are printed as well."""
     timed = [row for row in rows if row["beyond_step_s"] is not None]
     beyond_s = [row["beyond_step_s"] for row in timed]
+    costs_s = [row["cost_s"] for row in timed if row.get("cost_s") is not None]
     result = {
         "runs": len(rows),
         "passed": sum(row["passed"] for row in rows),
+        "cost_s": median_and_max(costs_s),
         "beyond_step_s": median_and_max(beyond_s),
         "mttr_s": median_and_max([row["mttr_s"] for row in timed]),
     }
     print(f"{result['passed']} of {len(rows)} runs passed")
+    if costs_s:
+        print(
+            "a loss costs, from the beginning of its step until all have completed it, less a"
+            f" step: median {1e3 * median(costs_s):.1f} ms, max {1e3 * max(costs_s):.1f} ms"
+        )
     if timed:
         print(
             f"mttr beyond the median step after the change: median {1e3 * median(beyond_s):.1f} ms,"
