@@ -151,7 +151,7 @@ def _in_one_piece(work: Callable[[], None]) -> None:
     """Have the frames of all that is called in one piece of memory.
 
     CPython maps 16 KiB for frames, and gives them back once a call returns over their end. A script
-    whose calls stand at such an end maps memory in each of them: 354 times a step in pretrain_gpt.
+    whose calls stand at such an end maps memory in each of them.
     Source: push_chunk() in CPython's Python/pystate.c, 3.11 to 3.13.
     """
 

@@ -208,7 +208,7 @@ class BoundModels:
             shard.write_moments(own)
 
     def _numels(self) -> list[int]:
-        return [shard.exp_avg.numel() for shard in self._shards]
+        return [shard.numel for shard in self._shards]
 
     def read_capsule(self) -> bytes:
         """That of each."""
