@@ -55,15 +55,24 @@ def test_plan_shows_what_a_job_does_by_default(
 def test_plan_tells_the_bytes_of_a_worker_before_and_after(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four layers of 1 GiB: 3 GiB of weights and gradients, 6 of optimizer state, each."""
+    """Four layers of 1 GiB: 3 GiB of weights and gradients, 6 of optimizer state, each.
+
+    Of the gradients, 2 GiB a layer, a worker copies its share in each step.
+    """
     file = tmp_path / "plan.json"
     lost = ["plan", "--dp", "4", "--layers", "4", "--weights-mib", "1024", "--dead", "1"]
     assert run_command([*lost, "--json", str(file)]) == 0
-    told = "stage 0: 18.00 GiB and 12.00 GiB of snapshots -> 20.00 GiB and 16.00 GiB of snapshots"
+    told = (
+        "stage 0: 18.00 GiB (kept sums: 2.00, in a redo 8.00 more) and 12.00 GiB of snapshots -> "
+        "20.00 GiB (kept sums: 2.67, in a redo 8.00 more) and 16.00 GiB of snapshots"
+    )
     assert told in capsys.readouterr().out
     found = json.loads(file.read_text())["worker_bytes"]
-    assert found["before"] == [{"state": 18 * 2**30, "snapshots": 12 * 2**30}]
-    assert found["after"] == [{"state": 20 * 2**30, "snapshots": 16 * 2**30}]
+    both = {"redone": 8 * 2**30}
+    before = {"state": 18 * 2**30, "snapshots": 12 * 2**30, "kept": 2 * 2**30}
+    after = {"state": 20 * 2**30, "snapshots": 16 * 2**30, "kept": 8 * 2**30 / 3}
+    assert found["before"] == [before | both]
+    assert found["after"] == [after | both]
 
 
 def test_plan_of_many_workers_is_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
