@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -357,4 +356,8 @@ def _returning(value: Any) -> Native:
 
 def has_index_builder() -> bool:
     """Return whether the compiled index builder of the datasets (helpers_cpp) is there."""
-    return find_spec("megatron.core.datasets.helpers_cpp") is not None
+    try:
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+    except ImportError:
+        return False
+    return True
