@@ -19,7 +19,7 @@ from elaswave_plugin.adapters.megatron.compat.te_groups import forget_groups
 from elaswave_plugin.adapters.megatron.framework import MegatronFramework
 from elaswave_plugin.adapters.megatron.state import buffers
 from elaswave_plugin.adapters.megatron.state.adam import applied_steps, settings_of
-from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.adapters.megatron.state.optimizer_of import chunks_of
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.core.layout.shards import ALIGNMENT
 from elaswave_plugin.core.planner.pipeline_flow import Flow

@@ -25,12 +25,7 @@ from elaswave_plugin.adapters.megatron.plain import PlainJob
 from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
-from elaswave_plugin.adapters.megatron.step.data import (
-    KeyedBatches,
-    first_of,
-    served,
-)
-from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
+from elaswave_plugin.adapters.megatron.step.data import KeyedBatches, served
 from elaswave_plugin.adapters.megatron.step.reported_losses import Reported
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.sums.step_gradients import StepGradients
@@ -100,8 +95,9 @@ class ElasticJob(PlainJob):
         self._tracker = tracker_of(self._worker)
         # In the order of their binding, until the first verb.
         self._bound: list[MegatronFramework] = []
-        # The iterator that the present step reads first: the ledger has its samples.
-        self._first_read: KeyedBatches | None = None
+        # The identity of the iterator that the present step reads first, whose samples the ledger
+        # has; 0 before any.
+        self._first_read = 0
         self._has_started = False
         self._saves = saves
         saves.comes_later = lambda: self._worker.detached
@@ -229,7 +225,7 @@ class ElasticJob(PlainJob):
 
     def _consume(self, batches: KeyedBatches, microbatch: int, ids: tuple[int, ...]) -> None:
         """Each micro-batch is written to the ledger, once a step, before it is used."""
-        if self._first_read in (None, batches):
+        if self._first_read in (0, id(batches)):
             self._microbatches.consume(self._worker.completed, microbatch, ids)
 
     def _check_replicas(self, model: Any) -> None:
@@ -250,32 +246,27 @@ class ElasticJob(PlainJob):
     ) -> list[Any]:
         """One call of a forward-backward function, which reads the next batch of its iterator."""
         in_step, call = self._turns.is_training, len(self._turns.returned)
-        kwargs = without_known(kwargs)
-        kwargs["forward_step_func"] = partial(
-            without_collectives, self._worker.links, kwargs["forward_step_func"]
-        )
         if in_step:
             self._state.enter_passes()
         numbers = self._positions.take(data_iterator)
         if in_step and not call:
-            self._first_read = first_of(data_iterator)
+            self._first_read = next(iter(numbers))
         # What a step draws follows from its number, and that of the call in it.
         moment = self._worker.completed + (call << 32) if in_step else max(numbers.values())
 
         def begin(batches: Any, chunk: Any, samples: Samples) -> None:
             served(batches).deliver(numbers[id(batches)], samples)
-            size = self._micro_batch_size
-            self._buffers.enter(samples.start // size % self.width)
-            rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
+            self._buffers.enter(samples.start // self._micro_batch_size % self.width)
 
         with self._buffers.passes(forward_only=not in_step):
             losses = self._microbatches.forward_backward(
                 function,
                 begin,
+                moment=moment,
                 forward_only=forward_only,
                 in_step=in_step,
                 data_iterator=data_iterator,
-                **kwargs,
+                **without_known(kwargs),
             )
         if in_step and not forward_only:
             self._state.check(self._worker.completed)

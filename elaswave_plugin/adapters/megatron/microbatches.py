@@ -19,6 +19,7 @@ from elaswave_plugin.adapters.megatron.grid import Grid, element_bytes, state_by
 from elaswave_plugin.adapters.megatron.step import executor
 from elaswave_plugin.adapters.megatron.step.data import in_order
 from elaswave_plugin.adapters.megatron.step.entry_proof import compare_losses, tell_losses
+from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step.ragged_pipeline import RaggedPipeline
 from elaswave_plugin.adapters.megatron.step.reported_losses import KeptReports
 from elaswave_plugin.adapters.megatron.step.weight_gradients import WeightGradients
@@ -68,7 +69,7 @@ class Microbatches:
         self._worker = worker
         self._models = models
         self._num_microbatches = num_microbatches
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._seed = micro_batch_size, seed
         # What was run last, which losses of the batch its reports are, and how many there are.
         self.executed: tuple[Samples, ...] = ()
         self.reports: tuple[int, ...] = ()
@@ -197,6 +198,7 @@ class Microbatches:
         function: ForwardBackward,
         begin: Begin,
         *,
+        moment: int,
         forward_only: bool,
         in_step: bool | None = None,
         num_microbatches: int | None = None,
@@ -206,10 +208,10 @@ class Microbatches:
     ) -> list[Any]:
         """Healthy: Megatron-Core's own ``function``. After a loss: what this worker has to run.
 
-        ``in_step``: whether a step makes it, by default where it trains; ``num_microbatches``: of
-        all replicas, if not the whole batch; ``left_out``: replicas that are not run;
-        ``rehearses``: whether the first step may run twice. Returns reported losses, one for each
-        of ``reports``, where they are known. Raises ConfigurationError for models not bound.
+        ``moment``: of the draws; ``in_step``: whether a step makes it, by default where it trains;
+        ``num_microbatches``: of all replicas, if not the whole batch; ``left_out``: replicas that
+        are not run; ``rehearses``: whether the first step may run twice. Returns losses, one for
+        each of ``reports``, where they are known. Raises ConfigurationError for models not bound.
         """
         worker, flow = self._worker, self.dealt(num_microbatches, left_out)
         executor.check_arguments(kwargs)
@@ -220,9 +222,8 @@ class Microbatches:
                 "parallelism it runs the bound one after a loss: call that model in forward_step"
             )
         self._in_step = not forward_only if in_step is None else in_step
-        adds_up = self._in_step and not forward_only
-        sums = bound.reduction.kept if bound is not None and adds_up else None
-        if sums is not None and sums.is_as_begun is None:
+        sums = bound.reduction.kept if bound is not None and self._in_step else None
+        if sums is not None and (forward_only or sums.is_as_begun is None):
             sums = None
         flow, self._earlier = self._gone_on(flow, sums)
         self._patch(flow)
@@ -248,9 +249,9 @@ class Microbatches:
             reports = kept.take() or reports  # none are kept of a step without a loss function
             return reports if sums is None else sums.reported(reports, self._ran, self.reports)
 
-        forward_step, told = kwargs["forward_step_func"], list[int]()
-        starting = partial(self._start, begin, bound, forward_only)
-        again = partial(self._again, function, bound, starting, kwargs)
+        forward_step = partial(without_collectives, worker.links, kwargs.pop("forward_step_func"))
+        starting, told = partial(self._start, begin, bound, moment, forward_only), list[int]()
+        again = partial(self._again, function, bound, starting, forward_step, kwargs)
         # A model beside the bound ones has no gradients to put back.
         if self._in_step and rehearses and bound is not None:
             train = not forward_only
@@ -268,15 +269,14 @@ class Microbatches:
         function: ForwardBackward,
         bound: MegatronFramework | None,
         starting: Begin,
+        forward_step: Callable[..., Any],
         kwargs: dict[str, Any],
         microbatches: tuple[int, ...],
     ) -> list[int]:
         """Run forward passes of this step once more; returns what its losses are told by."""
         self._in_step, retold = False, list[int]()
         pieces = [Samples.of(k, size=self._micro_batch_size) for k in microbatches]
-        ordered = in_order(
-            kwargs["forward_step_func"], pieces, starting, partial(self._worker.observe, "passed")
-        )
+        ordered = in_order(forward_step, pieces, starting, partial(self._worker.observe, "passed"))
         step = partial(tell_losses, retold, ordered)
         repeated = {**kwargs, "forward_step_func": step, "num_microbatches": len(pieces)}
         assert bound is not None
@@ -345,6 +345,7 @@ class Microbatches:
         self,
         begin: Begin,
         bound: MegatronFramework | None,
+        moment: int,
         forward_only: bool,
         iterator: Any,
         chunk: Any,
@@ -353,6 +354,8 @@ class Microbatches:
         """A forward pass begins."""
         self._enters = bound is not None and chunk is bound.chunks[0]
         begin(iterator, chunk, samples)
+        size = self._micro_batch_size
+        rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
         self._worker.observe("pass_begun", *samples, chunk, iterator, forward_only)
 
     def uneven_runs(self, num_microbatches: int) -> tuple[tuple[int, int], ...]:

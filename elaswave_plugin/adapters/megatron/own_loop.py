@@ -27,11 +27,9 @@ from elaswave_plugin.adapters.megatron.job import ElasticJob
 from elaswave_plugin.adapters.megatron.lost_shares import OWN_NUMBERS_ADVICE, LostShares
 from elaswave_plugin.adapters.megatron.schedule_calls import without_known
 from elaswave_plugin.adapters.megatron.script_run import ScriptRun
-from elaswave_plugin.adapters.megatron.state.binds import chunks_of
-from elaswave_plugin.adapters.megatron.state.optimizer_of import optimizer_of
+from elaswave_plugin.adapters.megatron.state.optimizer_of import chunks_of, optimizer_of
 from elaswave_plugin.adapters.megatron.state.states_to_save import StatesToSave
 from elaswave_plugin.adapters.megatron.step.late_sums import LateSums
-from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step.made_again import InMemory, Original
 from elaswave_plugin.adapters.megatron.step.positions import Count
 from elaswave_plugin.adapters.megatron.step.replica_sampler import ADVICE
@@ -348,7 +346,6 @@ class OwnLoop(ElasticJob):
         else:
             self._settle(rng.WORK, self._loop.works_done)
         first, read = stream.take(count), self._read.position
-        moment = first if forward_only else step
         is_known = self._microbatches.flow.is_healthy or isinstance(stream, SealedCall)
         if not (is_known or stream.has(first, self.replica, count - 1)):
             # All replicas' data end alike, and a worker may run none of what is missing.
@@ -363,18 +360,15 @@ class OwnLoop(ElasticJob):
                 ids = range(read + samples.start, read + samples.stop)
                 self._microbatches.consume(step, samples.start // size, tuple(ids))
             self._buffers.enter(replica)
-            rng.set_key(self._seed, moment, samples, size=size, forward_only=forward_only)
 
-        given["forward_step_func"] = partial(
-            without_collectives,
-            self._worker.links,
-            partial(self._late.leave_out, stream.read_by(given["forward_step_func"])),
-        )
+        read_by = stream.read_by(given["forward_step_func"])
+        given["forward_step_func"] = partial(self._late.leave_out, read_by)
         self._late.begin(parallel_state.get_data_parallel_group())
         with self._buffers.passes(forward_only=forward_only):
             reports = self._microbatches.forward_backward(
                 native,
                 begin,
+                moment=first if forward_only else step,
                 forward_only=forward_only,
                 num_microbatches=count * width,
                 left_out=stream.left_out,

@@ -21,7 +21,7 @@ from elaswave_plugin.adapters.megatron.contract import (
     num_microbatches_of,
 )
 from elaswave_plugin.adapters.megatron.schedule_calls import check_call, check_schedule, check_work
-from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.adapters.megatron.state.optimizer_of import chunks_of
 from elaswave_plugin.adapters.megatron.step.data import (
     KeyedBatches,
     check_lengths,

@@ -1,10 +1,13 @@
-"""The verb of the job that runs now, and the calls that a script may make in it."""
+"""The models that are bound, the verb of the job that runs now, and the calls it may be made of."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from elaswave_plugin.adapters.megatron.state.binds import Binds
+import torch
+from megatron.core import parallel_state
+
+from elaswave_plugin.adapters.megatron.state.optimizer_of import chunks_of
 from elaswave_plugin.errors import ConfigurationError
 
 TRAIN, EVALUATE, RUN = "train", "evaluate", "run"
@@ -16,7 +19,10 @@ class Turns:
 
     def __init__(self) -> None:
         self._verb: str | None = None
-        self._binds = Binds()
+        # The chunks of each model that is bound, its optimizer, and what is said of their run.
+        self._models: list[tuple[Any, ...]] = []
+        self._optimizers: list[Any] = []
+        self._run: dict[str, Any] = {}
         # The verb that came first, behind which nothing more is bound.
         self._first: str | None = None
         self._begun = False
@@ -34,11 +40,37 @@ class Turns:
                 f"job.bind is called behind job.{self._first}, by when the state of all models is "
                 "sealed: bind every model before the first job.run, job.evaluate or job.train"
             )
-        self._binds.add(chunks, optimizer, run)
+        if any(chunk is one for chunk in chunks for model in self._models for one in model):
+            raise ConfigurationError(
+                "job.bind got a model that is bound already: call it once for each model"
+            )
+        if any(optimizer is one for one in self._optimizers):
+            raise ConfigurationError(
+                "job.bind got an optimizer that is bound already, with another model: give each "
+                "model an optimizer of its own, write get_megatron_optimizer(config, [model])"
+            )
+        if self._models:
+            _check_width()
+        shared = _trained(chunks) & _trained([one for model in self._models for one in model])
+        if shared:
+            raise ConfigurationError(
+                f"job.bind got a model that shares {len(shared)} trained weights with one that is "
+                "bound already, and Megatron-Core's DDP keeps a weight in one model: share weights "
+                "that are not trained, or put both models into one"
+            )
+        self._run = self._run or run
+        for name, value in run.items():
+            if value != self._run[name]:
+                raise ConfigurationError(
+                    f"job.bind got {name}={value!r}, and {name}={self._run[name]!r} with the model "
+                    "before: all models train in one run, give the same in every call"
+                )
+        self._models.append(tuple(chunks))
+        self._optimizers.append(optimizer)
 
     def check_bound(self, verb: str) -> bool:
         """Return whether ``verb`` is the first; raises ConfigurationError before ``bind``."""
-        if not self._binds.are_any:
+        if not self._models:
             raise ConfigurationError(
                 f"job.{verb} is called before job.bind: write job.bind(model, optimizer, "
                 "scheduler, train_iters=...) behind the lines that build the three"
@@ -106,7 +138,11 @@ class Turns:
 
     def check_trained(self, model: Any) -> None:
         """Raise ConfigurationError for a model that a call is to train and that is not bound."""
-        self._binds.check_trained(model)
+        if chunks_of(model) not in self._models:
+            raise ConfigurationError(
+                "forward_backward trains a model that is not bound: call job.bind with it and its "
+                "optimizer before the first step, or give it forward_only=True"
+            )
 
     def gave(self, losses: list[Any]) -> None:
         """The call that began last has returned these."""
@@ -122,3 +158,23 @@ class Turns:
     def is_training(self) -> bool:
         """True while a training step runs."""
         return self._verb == TRAIN
+
+
+def _trained(chunks: Sequence[Any]) -> set[int]:
+    """The identities of weights that are trained; what is no model is refused elsewhere."""
+    modules = (chunk for chunk in chunks if isinstance(chunk, torch.nn.Module))
+    return {id(one) for module in modules for one in module.parameters() if one.requires_grad}
+
+
+def _check_width() -> None:
+    sizes = {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+    for kind, size in sizes.items():
+        if size > 1:
+            raise ConfigurationError(
+                f"job.bind is called for a second model, and {kind}_model_parallel_size is {size}:"
+                " several models are carried in data-parallel jobs; set it to 1, or put both "
+                "models into one that Megatron-Core wraps, with one optimizer"
+            )

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,6 @@ from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
-from elaswave_plugin.adapters.megatron.step.lonely_calls import without_collectives
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import check_supported
 from elaswave_plugin.adapters.megatron.world import join
@@ -419,18 +417,16 @@ class LmJob:
             self._trained_from, self._trained_samples = loaders, samples
             if self.router_losses is not None:
                 self.router_losses.begin()
-        step, forward_step = self.worker.completed, kwargs.pop("forward_step_func")
-        kwargs["forward_step_func"] = partial(without_collectives, self.worker.links, forward_step)
+        step = self.worker.completed
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
-            size = self._args.micro_batch_size
-            (whole,) = samples.rows(size=size)
+            (whole,) = samples.rows(size=self._args.micro_batch_size)
             _loader_of(iterator).deliver(whole.microbatch)
-            rng.set_key(self._seed, step, samples, size=size, forward_only=forward_only)
 
         reports = self._microbatches.forward_backward(
             native,
             begin,
+            moment=step,
             forward_only=forward_only,
             num_microbatches=num_microbatches,
             # Which batches those are that the rerun machine reads again follows from their order.

@@ -5,8 +5,12 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from elaswave_plugin.adapters.megatron.state.binds import chunks_of
 from elaswave_plugin.errors import ConfigurationError
+
+
+def chunks_of(model: Any) -> tuple[Any, ...]:
+    """The chunks of a model as a script gives it: a list of them, or the one."""
+    return tuple(model) if isinstance(model, list | tuple) else (model,)
 
 
 def optimizer_of(model: Any) -> Any:

@@ -155,11 +155,6 @@ def served(batches: Any) -> KeyedBatches:
     return batches
 
 
-def first_of(data_iterator: Any) -> KeyedBatches:
-    """The data iterator of a call, which is given one, or one a model chunk."""
-    return served(data_iterator[0] if isinstance(data_iterator, Sequence) else data_iterator)
-
-
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ConfigurationError(

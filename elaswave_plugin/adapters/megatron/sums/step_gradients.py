@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
-from elaswave_plugin.adapters.megatron.state.binds import chunks_of
+from elaswave_plugin.adapters.megatron.state.optimizer_of import chunks_of
 from elaswave_plugin.around import around
 from elaswave_plugin.errors import ConfigurationError
 
