@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from elaswave_plugin.adapters.megatron.compat.versions import backward_step
+from elaswave_plugin.adapters.megatron.step.weight_gradients import fuses
 from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
 from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
@@ -114,65 +115,41 @@ def run_contributions(
 ) -> None:
     """Run forward and backward of all ``contributions`` in order, then finalize the gradients.
 
-    They go on from what is kept of a struck step.
+    A contribution is sent off with its last micro-batch, and the next one has its memory. What is
+    kept of a struck step is gone on from where it is, and others have memory beside it.
     """
-    config, kept = model.config, reduction.kept
-    if kept.earlier:
-        _go_on(passes, contributions=contributions, reduction=reduction, model=model)
-        return
+    config, kept, apart = model.config, reduction.kept, reduction.keeps_contributions_apart
     num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
-    apart = reduction.keeps_contributions_apart
+    whole = next((one for one in contributions[-1:] if one.whole), None)
+    begun = kept.contribution if kept.earlier else next(iter(contributions), None)
     if apart:
         reduction.begin()
-        kept.begin(next((one for one in contributions[-1:] if one.whole), None))
-    for index, contribution in enumerate(contributions):
-        ships = apart and not (contribution.whole and contribution is contributions[-1])
-        for order, _ in enumerate(contribution.microbatches):
-            output, tokens = passes.run(order)
-            num_tokens += tokens
-            if apart and index and not order:
-                # What was added up before has left during the forward pass.
-                reduction.await_sent()
-                model.zero_grad_buffer()
-            is_last = order == len(contribution.microbatches) - 1
-            # Inside, no bucket is reduced; what is zeroed forgets that.
-            with (
-                model.no_sync(),
-                reduction.shipping(contribution) if ships and is_last else nullcontext(),
-            ):
-                backward_step(None, output, None, config)
-    _finalize(model, num_tokens)
-
-
-def _go_on(
-    passes: ForwardPasses,
-    *,
-    contributions: Sequence[Contribution],
-    reduction: GradientReduction,
-    model: DistributedDataParallel,
-) -> None:
-    """Run what is missing: the kept contribution where it is, others in memory of their own."""
-    config, kept, last = model.config, reduction.kept, contributions[-1]
-    own = kept.contribution
-    assert own is not None
-    num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
-    num_tokens += sum(kept.tokens)
-    reduction.begin()
+    if kept.earlier:
+        num_tokens += sum(kept.tokens)
+    elif apart:
+        kept.begin(whole)
     with GradAccumulators(
         [model],
-        in_place=last.microbatches[0] if last.whole else None,
+        in_place=None if whole is None else whole.microbatches[0],
         await_sent=reduction.await_sent,
-        kept=own.microbatches[0],
+        kept=None if begun is None else begun.microbatches[0],
         spare=kept.room,
     ) as accumulators:
         for contribution in contributions:
-            accumulators.select(contribution.microbatches[0])
-            ships = not (contribution.whole and contribution is last)
+            first, last = contribution.microbatches[0], contribution.microbatches[-1]
+            ships = apart and contribution is not whole
             missing = [one for one in contribution.microbatches if one not in kept.earlier]
             for order, microbatch in enumerate(missing):
+                if apart and not order and fuses(config):
+                    # What is added to in the backward is found in the forward.
+                    accumulators.select(first)
                 output, tokens = passes.run(order)
                 num_tokens += tokens
-                leaves = ships and microbatch == contribution.microbatches[-1]
+                if apart and not order:
+                    # What was added up before has left during the forward pass.
+                    accumulators.select(first)
+                leaves = ships and microbatch == last
+                # Inside, no bucket is reduced.
                 with (
                     model.no_sync(),
                     reduction.shipping(contribution) if leaves else nullcontext(),
@@ -182,12 +159,7 @@ def _go_on(
                 with reduction.shipping(contribution):
                     pass
             if ships:
-                accumulators.release(contribution.microbatches[0])
-    _finalize(model, num_tokens)
-
-
-def _finalize(model: DistributedDataParallel, num_tokens: torch.Tensor) -> None:
-    config = model.config
+                accumulators.release(first)
     if config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             [model], num_tokens if config.calculate_per_token_loss else None

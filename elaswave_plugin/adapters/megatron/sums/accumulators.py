@@ -54,10 +54,7 @@ class GradAccumulators:
         """Point everything back at the native buffers, which may be offloaded where it is there."""
         self._of.clear()
         self._spare.clear()
-        if any(
-            one.grad_data is not home for one, home in zip(self._buffers, self._home, strict=True)
-        ):
-            self._point(self._home)
+        self._point(self._home)
 
     def _native(self) -> list[torch.Tensor]:
         others = [one for one in self._spare if one is not self._home]
@@ -74,6 +71,8 @@ class GradAccumulators:
 
     def _point(self, flats: list[torch.Tensor]) -> None:
         for buffer, flat in zip(self._buffers, flats, strict=True):
+            if buffer.grad_data is flat:
+                continue
             buffer.grad_data = flat
             for bucket in buffer.buckets:
                 stop = bucket.offset + bucket.grad_data.numel()
