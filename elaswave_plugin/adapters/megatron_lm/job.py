@@ -27,6 +27,7 @@ from elaswave_plugin.adapters.megatron.own_numbers import OwnNumbers
 from elaswave_plugin.adapters.megatron.state.model_buffers import ModelBuffers
 from elaswave_plugin.adapters.megatron.state.optimizer_state import FlatShard
 from elaswave_plugin.adapters.megatron.state.param_gathers import guard_gathers
+from elaswave_plugin.adapters.megatron.step.positions import Positions
 from elaswave_plugin.adapters.megatron.step_parts import step_state
 from elaswave_plugin.adapters.megatron.unsupported import check_supported
 from elaswave_plugin.adapters.megatron.world import join
@@ -109,7 +110,7 @@ class LmJob:
             advice="report what a micro-batch has by itself, which the log has the mean of "
             "(docs/megatron_lm.md)",
         )
-        self._loaders: list[Loader] = []
+        self._positions = Positions()
         self._loop: CallLog | None = None
         self.reads_external = args.dataloader_type == "external"
         """Whether the script brings loaders of its own."""
@@ -174,7 +175,7 @@ class LmJob:
             on_batch=self._consume,
             seed=self._seed,
         )
-        self._loaders.append(loader)
+        self._positions.follow(loader)
         return loader
 
     def make_external_loader(self, stream: Any, position: int) -> ExternalLoader:
@@ -190,7 +191,7 @@ class LmJob:
             micro_batch_size=self._args.micro_batch_size,
             on_batch=self._consume,
         )
-        self._loaders.append(loader)
+        self._positions.follow(loader)
         return loader
 
     def _consume(self, microbatch: int, ids: Sequence[int]) -> None:
@@ -234,7 +235,7 @@ class LmJob:
             worker,
             self._framework,
             buffers=ModelBuffers(chunks, exact=True, refused="not in Megatron-LM's scripts"),
-            beside=[SideState(self._loaders)],
+            beside=[SideState(), self._positions],
         )
         self._microbatches = Microbatches(
             worker,

@@ -1,18 +1,15 @@
 """Keeps what a piece of Megatron-LM's loop changes besides model and optimizer, and puts it back.
 
-Timers, counters of samples, the size of the batch, the rerun state machine and the positions of the
-data loaders: a piece that is interrupted and run again must find them as they were.
+Timers, counters of samples, the size of the batch and the rerun state machine: a piece that is
+interrupted and run again must find them as they were.
 """
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from elaswave_plugin.adapters.megatron_lm.batch_size import go_back_to, present_batch
-from elaswave_plugin.adapters.megatron_lm.external_loader import ExternalLoader
-from elaswave_plugin.adapters.megatron_lm.loader import MicrobatchLoader
 from elaswave_plugin.step_state.step_state import Part
 from elaswave_plugin.values.detached import detached_copy
 
@@ -45,11 +42,8 @@ class SideState(Part):
     name = "the counters of Megatron-LM's loop"
     of_passes = True
 
-    def __init__(self, loaders: Sequence[MicrobatchLoader | ExternalLoader]) -> None:
-        self._loaders = loaders
-
     def keep(self) -> dict[str, Any]:
-        """A copy: counters, batch, timers, rerun machine, data positions, energy."""
+        """A copy: counters, batch, timers, rerun machine, energy."""
         training, machine = import_module("megatron.training"), get_rerun_state_machine()
         args = training.get_args()
         return {
@@ -63,7 +57,6 @@ class SideState(Part):
                 {name: one for name, one in vars(machine).items() if name not in _NOT_KEPT}
             )
             | {name: getattr(machine, name).name for name in _ENUMERATIONS},
-            "positions": [loader.position for loader in self._loaders],
             "energy": {name: getattr(_energy_monitor(), name) for name in _ENERGY},
         }
 
@@ -81,8 +74,6 @@ class SideState(Part):
         values = {name: one[kept["reruns"][name]] for name, one in named.items()}
         vars(machine).update(detached_copy(kept["reruns"]) | values)
         vars(_energy_monitor()).update(kept["energy"])
-        for loader, position in zip(self._loaders, kept["positions"], strict=True):
-            loader.position = position
 
     def is_still(self, kept: dict[str, Any]) -> bool:
         """Return whether passes have left nothing that a redo does not make; ``kept`` before them.
@@ -90,11 +81,10 @@ class SideState(Part):
         Times and the machine's counts of a step are made anew.
         """
         now = self.keep()
-        names = ("counters", "batch", "positions")
         results = (one["reruns"] for one in (now, kept))
         # Who was given another one's state has of it what is shared.
         first, second = ([of.get(name) or None for name in _OF_RESULTS] for of in results)
-        return first == second and all(now[name] == kept[name] for name in names)
+        return first == second and all(now[name] == kept[name] for name in ("counters", "batch"))
 
     def shared(self, kept: dict[str, Any]) -> dict[str, Any]:
         """Return the part that holds for every worker."""

@@ -26,7 +26,7 @@ def test_every_size_is_known_before_the_job_is_joined(args: argparse.Namespace) 
 
 
 def test_a_step_back_is_one_to_the_smaller_batch(args: argparse.Namespace) -> None:
-    state = SideState([])
+    state = SideState()
     assert consume(args, 4) == 2
     before = state.keep()
     assert consume(args, 8) == 4
@@ -40,7 +40,7 @@ def test_a_worker_that_comes_later_begins_with_the_batch_of_the_others(
     args: argparse.Namespace,
 ) -> None:
     """Its train() compares the batch with what it finds, and saves where they differ."""
-    state = SideState([])
+    state = SideState()
     consume(args, 16)
     told = state.shared(state.keep())
     consume(args, 0)

@@ -52,7 +52,7 @@ def test_a_result_with_its_graph_is_kept_and_put_back(
     machine.state, machine.first_iteration_complete = RerunState.INITIAL_RUN, True
     machine.validate_result(loss, torch.isnan, "found NaN", fatal=fatal)
     assert machine.initial_result is loss and machine.rerun_requested
-    state = SideState([])
+    state = SideState()
     kept = state.keep()
     machine.state, machine.initial_result = RerunState.NOT_RUNNING_YET, None
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_who_is_given_the_state_of_another_inside_an_evaluation_validates_its_st
 ) -> None:
     """An evaluation disables the machine: all redo the step before it, and meet in a reduction."""
     machine.mode = RerunMode.VALIDATE_RESULTS
-    state = SideState([])
+    state = SideState()
     given = state.shared(state.keep())
     assert state.is_still(given)
     machine.set_mode(RerunMode.DISABLED)
@@ -77,7 +77,7 @@ def test_who_is_given_the_state_of_another_inside_an_evaluation_validates_its_st
 def test_a_step_that_has_a_result_rejected_keeps_no_sums(
     args: argparse.Namespace, machine: RerunStateMachine
 ) -> None:
-    state = SideState([])
+    state = SideState()
     before = state.keep()
     machine.state, machine.current_iteration = RerunState.INITIAL_RUN, 7
     assert state.is_still(before)
@@ -89,7 +89,7 @@ def test_what_a_step_saves_of_its_results_and_injected_errors_is_put_back(
     args: argparse.Namespace, machine: RerunStateMachine
 ) -> None:
     loss, call = (torch.ones(3, requires_grad=True) * 2).sum(), Call(Caller("found NaN", 0), 1)
-    state = SideState([])
+    state = SideState()
     before = state.keep()
     machine.saved_results[call] = [loss]
     machine.validation_counts[call.caller] += 1
