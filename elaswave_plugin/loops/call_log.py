@@ -164,15 +164,8 @@ class CallLog:
             return None
         part = _Part(work, keep(), life=self._life)
         self._parts.setdefault(self._passed, []).append(part)
-
-        @_in_own_mode
-        def once() -> None:
-            while self.worker.completed < self._passed:
-                self.worker.relief.step(self._attempt_step)
-            self.worker.relief.step(partial(self._make_parts, self._passed))
-
         try:
-            self._guard(once)
+            self._guard(self._come_here)
         except BaseException:
             # The script may go on behind an error of its own, as at the end of its data.
             self._parts[self._passed].remove(part)
@@ -260,10 +253,7 @@ class CallLog:
 
         @_in_own_mode
         def once() -> None:
-            while self.worker.completed < self._passed:
-                self.worker.relief.step(self._attempt_step)
-            if self._parts.get(self._passed):
-                self.worker.relief.step(partial(self._make_parts, self._passed))
+            self._come_here()
             if self._life != life:
                 state.put_back(before)
             results.append(work())
@@ -311,6 +301,14 @@ class CallLog:
         while self.worker.completed < self._passed:
             self.worker.relief.step(self._attempt_step)
         self.worker.state.complete()
+
+    @_in_own_mode
+    def _come_here(self) -> None:
+        """Make all again that the script has behind it, also of the step in which it stands."""
+        while self.worker.completed < self._passed:
+            self.worker.relief.step(self._attempt_step)
+        if self._parts.get(self._passed):
+            self.worker.relief.step(partial(self._make_parts, self._passed))
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Run ``work``, and again after every recovery that interrupts it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elaswave_plugin.loops.loop_body import gathered_into, shapes_of
+from elaswave_plugin.loops.loop_body import fill, gathered_into, shapes_of
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.values.plain import decode, encode
 
@@ -71,5 +71,4 @@ class CallsBefore:
         known, kept = self._kept.popleft() if self._kept else ("", None)
         if kept is None or known != call or shapes_of(kept) != shapes_of(tensors):
             return
-        for tensor, value in zip(tensors, kept, strict=True):
-            tensor.detach().copy_(value)
+        fill(tensors, kept)

@@ -6,7 +6,7 @@ so do all. So are those of some workers, among who is left of them: after a reco
 one tells its result. Any other collective that a loss interrupts ends the job with a sentence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -90,12 +90,10 @@ class LoopBody:
         def work() -> Any:
             if is_broadcast and not of_some and group.members[root] != source:
                 self.interrupted(call)
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.detach().copy_(value)
+            fill(tensors, before)
             left = self._left(group, call) if of_some else None
             if left is not None:
-                for tensor, value in zip(tensors, left, strict=True):
-                    tensor.detach().copy_(value)
+                fill(tensors, left)
                 return _waited(start(self._alone(group, args if is_broadcast else ())))
             view = self._worker.view.epoch
             among = self._worker.groups.as_made(group, view=view) if of_some else group
@@ -133,8 +131,7 @@ class LoopBody:
         if source not in among.members:
             tensors = _tensors(args)
             if results is not None and shapes_of(results) == shapes_of(tensors):
-                for tensor, value in zip(tensors, results, strict=True):
-                    tensor.detach().copy_(value)
+                fill(tensors, results)
             if group.group_name not in self._orphaned:
                 self._orphaned.add(group.group_name)
                 say(
@@ -244,6 +241,12 @@ def _waited(work: Any) -> Any:
 def shapes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:
     """Return the shape of each."""
     return [one.shape for one in tensors]
+
+
+def fill(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Have these values in the tensors."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.detach().copy_(value)
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
