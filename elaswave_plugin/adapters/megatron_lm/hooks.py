@@ -258,13 +258,8 @@ class Hooks:
     def timer(self, native: Native, timer: Any, barrier: bool = False) -> None:
         """A timer's barrier is a piece of the loop."""
         if barrier:
-            self.meet(timer._barrier_group)
+            self.piece(dist.barrier, timer._barrier_group)
         native(timer)
-
-    def meet(self, group: Any) -> None:
-        """A timer's barrier is a piece of the loop; none where not everybody runs what is timed."""
-        if self.job is None or self.job.all_have_place:
-            self.piece(dist.barrier, group=group)
 
     def leave_detector(self, native: Native, detector: Any, *raised: Any) -> Any:
         """Show no stack: a step may be made again, and an error is shown where it ends."""

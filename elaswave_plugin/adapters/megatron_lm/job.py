@@ -513,14 +513,6 @@ class LmJob:
         """True if this worker holds a part of the model, and is not free."""
         return self._loop is None or self._microbatches.coordinate is not None
 
-    @property
-    def all_have_place(self) -> bool:
-        """True if every worker holds a part of the model; alike on all."""
-        shard_groups = self.worker.placement.shard_groups
-        return sum(len(shard_group.ranks) for shard_group in shard_groups) == len(
-            self.worker.view.ranks
-        )
-
     # ---- the end --------------------------------------------------------------------------------
 
     def _recovered(self, record: dict[str, object]) -> None:

@@ -5,6 +5,8 @@ from functools import partial
 from inspect import unwrap
 from typing import Any
 
+import torch.distributed as dist
+
 from elaswave_plugin.adapters.megatron.compat.versions import SCRIPTS, record
 from elaswave_plugin.adapters.megatron_lm.hooks import Hooks, has_index_builder
 from elaswave_plugin.adapters.megatron_lm.script_writers import TENSORBOARD, WANDB
@@ -202,7 +204,10 @@ def _pieces(hooks: Hooks) -> list[PatchRecord]:
                 "its barrier starts again after a recovery",
                 *("self", "barrier"),
                 valid=SCRIPTS,
-                hook=Hook("megatron.core.timers:barrier_hook", lambda method: hooks.meet),
+                hook=Hook(
+                    "megatron.core.timers:barrier_hook",
+                    lambda method: partial(hooks.piece, dist.barrier),
+                ),
             )
             for name in ("start", "stop")
         ),
