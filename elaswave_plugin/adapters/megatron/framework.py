@@ -303,7 +303,7 @@ class MegatronFramework:
         for chunk in gathering:
             chunk.disable_forward_pre_hook(param_sync=False)
         try:
-            with self._expert_biases.as_the_step_began():
+            with self._expert_biases.kept(as_begun=True):
                 yield
         finally:
             for chunk in gathering:

@@ -67,38 +67,30 @@ class ExpertBiases:
             self.values = values
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Undo what passes inside do to biases, counts and the table of losses for logs."""
-        biases = [(one, one.expert_bias.clone()) for one in routers(self._chunks)]
-        # Versions that have no such table keep their losses elsewhere, for logs as well.
-        table: dict[str, Any] = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)()
-        logged = {name: entry["values"].clone() for name, entry in table.items()}
-        yield
-        self.write(None)
-        for router, bias in biases:
-            with torch.no_grad():
-                router.expert_bias.copy_(bias)
-        for name, entry in table.items():
-            entry["values"].copy_(logged.get(name, torch.zeros_like(entry["values"])))
+    def kept(self, *, as_begun: bool = False) -> Iterator[None]:
+        """Undo what passes inside do to biases, counts and the table of losses for logs.
 
-    @contextmanager
-    def as_the_step_began(self) -> Iterator[None]:
-        """Inside, biases are those that the step's passes had: a schedule may have updated them."""
+        ``as_begun``: inside, biases are those that the step's passes had; a schedule may have
+        updated them.
+        """
         before = [
             (one, one.expert_bias.clone(), one.local_tokens_per_expert.clone())
             for one in routers(self._chunks)
         ]
-        with torch.no_grad():
-            for router, _, _ in before:
-                assert self.values is not None
-                router.expert_bias.copy_(self.values[router.layer_number - 1])
+        # Versions that have no such table keep their losses elsewhere, for logs as well.
+        table: dict[str, Any] = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)()
+        logged = {name: entry["values"].clone() for name, entry in table.items()}
+        for router, _, _ in before if as_begun else ():
+            assert self.values is not None
+            router.expert_bias.copy_(self.values[router.layer_number - 1])
         try:
             yield
         finally:
-            with torch.no_grad():
-                for router, bias, counts in before:
-                    router.expert_bias.copy_(bias)
-                    router.local_tokens_per_expert.copy_(counts)
+            for router, bias, counts in before:
+                router.expert_bias.copy_(bias)
+                router.local_tokens_per_expert.copy_(counts)
+            for name, entry in table.items():
+                entry["values"].copy_(logged.get(name, torch.zeros_like(entry["values"])))
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[TopKRouter]:
