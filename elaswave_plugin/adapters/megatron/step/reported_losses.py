@@ -195,7 +195,8 @@ def _numbers(value: Any) -> list[float] | None:
         return [float(one) for one in value.detach().flatten().tolist()] if value.numel() else []
     if isinstance(value, tuple | list):
         parts = [_numbers(one) for one in value]
-        return None if any(part is None or len(part) != 1 for part in parts) else _flat(parts)
+        flat = [number for part in parts for number in part or ()]
+        return None if any(part is None or len(part) != 1 for part in parts) else flat
     if isinstance(value, int | float):
         return [float(value)]
     return None
@@ -203,10 +204,6 @@ def _numbers(value: Any) -> list[float] | None:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _flat(parts: Sequence[list[float] | None]) -> list[float]:
-    return [number for part in parts for number in part or ()]
 
 
 def _shown(value: Any) -> str:

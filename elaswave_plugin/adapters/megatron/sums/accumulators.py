@@ -50,12 +50,6 @@ class GradAccumulators:
         """The gradients of a contribution are on their way: its buffers may be used after that."""
         self._spare.append(self._of.pop(contribution))
 
-    def restore(self) -> None:
-        """Point everything back at the native buffers, which may be offloaded where it is there."""
-        self._of.clear()
-        self._spare.clear()
-        self._point(self._home)
-
     def _native(self) -> list[torch.Tensor]:
         others = [one for one in self._spare if one is not self._home]
         if len(others) < len(self._spare):
@@ -84,4 +78,7 @@ class GradAccumulators:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.restore()
+        """Point everything back at the native buffers, which may be offloaded where it is there."""
+        self._of.clear()
+        self._spare.clear()
+        self._point(self._home)
