@@ -223,7 +223,7 @@ class Hooks:
         def work() -> Any:
             interval.clear()
             interval.update(before)
-            if router_losses is not None:
+            if router_losses.are_any:
                 call.arguments["pg_collection"] = router_losses.fill_table()
             return native(*call.args, **call.kwargs)
 

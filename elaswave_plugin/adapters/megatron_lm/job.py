@@ -124,9 +124,9 @@ class LmJob:
         # Whether it runs a step again whose samples are counted already.
         self._rereads = False
         self.variables = LoopVariables(args)
-        self.router_losses: RouterLosses | None = None
-        if args.num_experts is not None:
-            self.router_losses = RouterLosses(num_layers=args.num_layers, num_replicas=self.width)
+        self.router_losses = RouterLosses(
+            num_layers=0 if args.num_experts is None else args.num_layers, num_replicas=self.width
+        )
 
     def take_writers(self, openers: Mapping[str, Callable[[Any], None]]) -> None:
         """Open the script's TensorBoard and W&B writers where the last rank is, now and later."""
@@ -293,8 +293,7 @@ class LmJob:
     def _prepare(self, module: Any) -> None:
         """A chunk of the model, or a layer that has come to it, is about to train."""
         rng.install_keyed_draws(module, seed=self._seed)
-        if self.router_losses is not None:
-            self.router_losses.watch(module)
+        self.router_losses.watch(module)
 
     @contextmanager
     def _passes_undone(self) -> Iterator[None]:
@@ -305,8 +304,7 @@ class LmJob:
             yield
         for (one, kept), read in zip(replays, batches, strict=True):
             one.load_state_dict({**kept, "saved_microbatches": read})
-        if self.router_losses is not None:
-            self.router_losses.begin()
+        self.router_losses.begin()
 
     @property
     def _deals_streams(self) -> bool:
@@ -416,8 +414,7 @@ class LmJob:
         self._rereads = reruns and self._is_judged_anew()
         if not forward_only:
             self._trained_from, self._trained_samples = loaders, samples
-            if self.router_losses is not None:
-                self.router_losses.begin()
+            self.router_losses.begin()
         step = self.worker.completed
 
         def begin(iterator: Any, chunk: Any, samples: Samples) -> None:
@@ -439,7 +436,6 @@ class LmJob:
         rng.settle(self._seed, rng.PASSES, step, int(forward_only))
         if not forward_only:
             self._state.check(step)
-        if self.router_losses is not None and not forward_only:
             self.router_losses.agree(num_microbatches)
         for loader in loaders if forward_only else ():
             loader.advance(samples)

@@ -31,7 +31,9 @@ class RouterLosses:
     """Those of the last step, by name: of a worker at first, of all workers once it is agreed."""
 
     def __init__(self, *, num_layers: int, num_replicas: int) -> None:
+        """``num_layers``: of a mixture of experts; 0 for any other model."""
         self._num_layers = num_layers
+        self.are_any = num_layers > 0
         self._num_replicas = num_replicas
         self._mine: dict[str, Rows] = {}
         # The names that are summed over the tp group and averaged over the replicas.
@@ -63,6 +65,8 @@ class RouterLosses:
 
     def agree(self, num_microbatches: int) -> None:
         """Have those of all workers; collective over WORLD, at the end of a step."""
+        if not self.are_any:
+            return
         everyone = gathered((self._mine, self._averaged))
         rows: dict[str, Rows] = {}
         for theirs, averaged in everyone:
