@@ -137,18 +137,15 @@ class PlainJob:
 
         A loader's workers are not used; shuffled, it has the order of a DistributedSampler's.
         """
-
-        def consume(microbatch: int, ids: tuple[int, ...]) -> None:
-            self._consume(made, microbatch, ids)
-
-        made = KeyedBatches(
-            dataset,
-            micro_batch_size=self._micro_batch_size,
-            num_microbatches=self._num_microbatches,
-            on_batch=consume,
-            seed=self._seed,
+        return self._positions.add(
+            KeyedBatches(
+                dataset,
+                micro_batch_size=self._micro_batch_size,
+                num_microbatches=self._num_microbatches,
+                on_batch=self._consume,
+                seed=self._seed,
+            )
         )
-        return self._positions.add(made)
 
     def _consume(self, batches: KeyedBatches, microbatch: int, ids: tuple[int, ...]) -> None:
         """Samples of a micro-batch are about to be used."""

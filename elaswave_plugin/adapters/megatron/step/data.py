@@ -45,10 +45,10 @@ class KeyedBatches:
         *,
         micro_batch_size: int,
         num_microbatches: int,
-        on_batch: Callable[[int, tuple[int, ...]], None],
+        on_batch: Callable[["KeyedBatches", int, tuple[int, ...]], None],
         seed: int,
     ) -> None:
-        """``on_batch(micro-batch, sample ids)`` is told of what is read before it is used.
+        """``on_batch(these, micro-batch, sample ids)`` is told of what is read before it is used.
 
         Once for each micro-batch of which a piece has samples. ``seed``: of what the dataset draws.
         Raises ConfigurationError for anything but a map-style dataset, or a DataLoader over one.
@@ -108,7 +108,7 @@ class KeyedBatches:
             )
         key = Key(self._number, self._queue.pop())
         for microbatch, ids in self._ids(key):
-            self._on_batch(microbatch, ids)
+            self._on_batch(self, microbatch, ids)
         batch = self._ahead.take(key, (key.place, self._all_ids(key)))
         self.observe("batch", batch)
         return batch
