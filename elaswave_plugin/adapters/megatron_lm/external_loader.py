@@ -11,12 +11,10 @@ same batches.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.step_state.moved_state import receive, send
+from elaswave_plugin.values.plain import gathered
 
 OnBatch = Callable[[int, Sequence[int]], None]
 
@@ -146,10 +144,8 @@ def share_batches(
 
 def _readers(own: ExternalLoader, worker: Worker, *, num_microbatches: int) -> Sequence[int]:
     """The slot that reads each micro-batch: of its replica, or else any that has a stream."""
-    told = torch.tensor([own.has_stream, own.was_read, own.replica], dtype=torch.int64)
-    table = [torch.zeros_like(told) for _ in worker.ranks]
-    dist.all_gather(table, told)
-    rows = {slot: row.tolist() for slot, row in zip(worker.ranks, table, strict=True)}
+    told = gathered([own.has_stream, own.was_read, own.replica])
+    rows = dict(zip(worker.ranks, told, strict=True))
     # The streams of stages that read nothing are behind.
     having = [slot for slot, (has, read, _) in rows.items() if has and read]
     having = having or [slot for slot, (has, _, _) in rows.items() if has]
