@@ -123,7 +123,6 @@ class LmJob:
         self._replays: list[RerunDataIterator] = []
         # Whether it runs a step again whose samples are counted already.
         self._rereads = False
-        self.variables = LoopVariables(args)
         self.router_losses = RouterLosses(
             num_layers=0 if args.num_experts is None else args.num_layers, num_replicas=self.width
         )
@@ -230,7 +229,7 @@ class LmJob:
         if worker.owns_rank_0:
             say_unknown(reimplemented.MEGATRON_LM)
         worker.completed = args.iteration
-        self.variables.bind(chunks)
+        self.variables = LoopVariables(args, chunks)
         self._state = step_state(
             worker,
             self._framework,

@@ -33,19 +33,14 @@ class JobState(NamedTuple):
 class LoopVariables:
     """The variables of one worker's train()."""
 
-    def __init__(self, args: Any) -> None:
-        self._args = args
-        self._chunks: list[Any] = []
+    def __init__(self, args: Any, chunks: list[Any]) -> None:
+        self._args, self._chunks = args, chunks
         self._num_floating_point_operations: float | None = None
         self._interval: dict[str, Any] | None = None
         self._reports_memory = True
         # Of a worker that came later: until its first step, and until its first line of the log.
         self._begins: JobState | None = None
         self._logs: JobState | None = None
-
-    def bind(self, chunks: list[Any]) -> None:
-        """Training begins with this model."""
-        self._chunks = chunks
 
     def counted(self, num_floating_point_operations: float) -> None:
         """So many operations were done in all steps."""
