@@ -285,22 +285,16 @@ class CallLog:
     # ---- what is made again ---------------------------------------------------------------------
 
     def _until(self, work: Callable[[], object]) -> None:
-        """Have ``work`` done between two steps, where the script stands."""
+        """Have ``work`` done where the script stands, with all of the state."""
 
         def attempt() -> None:
-            self._catch_up()
+            self._come_here()
+            self.worker.state.complete()
             self.worker.phases.step = self.worker.completed
             work()
             self._steps.note_recovery()
 
         self._guard(attempt)
-
-    @_in_own_mode
-    def _catch_up(self) -> None:
-        """Make the steps again that the script has behind it, and have all of the state here."""
-        while self.worker.completed < self._passed:
-            self.worker.relief.step(self._attempt_step)
-        self.worker.state.complete()
 
     @_in_own_mode
     def _come_here(self) -> None:

@@ -171,6 +171,16 @@ class Script:
 
         return self._log.run(work, phase="evaluation")
 
+    def _norm(self) -> Any:
+        """Work of the script's own on what its passes have left, before the update."""
+        job = self._job
+
+        def work() -> int:
+            job.point()
+            return hash((job.weights, job.gradients))
+
+        return self._log.run(work, phase="norm")
+
 
 def program_of(dice: random.Random) -> list[list[str]]:
     """Calls of four to eight steps."""
@@ -180,6 +190,7 @@ def program_of(dice: random.Random) -> list[list[str]]:
             *["schedule"] * dice.randrange(2),
             *["passes"] * dice.randint(1, 2),
             *["schedule"] * dice.randrange(2),
+            *["norm"] * dice.randrange(2),
             "update",
             *["schedule"] * dice.randrange(2),
             *["evaluation"] * dice.randrange(2),
