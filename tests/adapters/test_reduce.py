@@ -55,7 +55,7 @@ def norms(
     width: int,
     cuts: Sequence[Cut],
     *,
-    chunks: Sequence[int] = (grad_norm._CHUNK,),
+    chunks: Sequence[int] = (grad_norm._CHUNK_CPU,),
     norm: Norm = canonical_norm,
     engine: str = "gloo",
 ) -> set[float]:
@@ -74,7 +74,7 @@ def norms(
         found = []
         for one in cuts:
             for chunk in chunks:
-                grad_norm._CHUNK = chunk  # type: ignore[misc]
+                grad_norm._CHUNK_CPU = chunk  # type: ignore[misc]
                 found.append(norm(one[peer.slot], dist.group.WORLD))
         peer.tell(found)
         dist.barrier()
@@ -109,7 +109,7 @@ def test_norm_is_one_value_for_every_cut_order_chunk_and_width(
     found: set[float] = set()
     for width in WIDTHS:
         cuts = [cut(whole, seed, width) for seed in range(5)]
-        found |= norms(tmp_path, width, cuts, chunks=(grad_norm._CHUNK, 1000, 4097))
+        found |= norms(tmp_path, width, cuts, chunks=(grad_norm._CHUNK_CPU, 1000, 4097))
     assert len(found) == 1
     assert found.pop() == pytest.approx(double_norm(whole), rel=1e-12, abs=0.0)
 

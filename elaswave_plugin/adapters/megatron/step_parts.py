@@ -92,8 +92,8 @@ class Weights(Part):
         self._moments: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
 
     def _weights(self) -> list[torch.Tensor]:
-        found = buffers.buckets(self._framework.chunks)
-        return [bucket.param_data[: bucket.numel_unpadded] for bucket in found]
+        """Those of each of DDP's buffers: a digest of little costs more than its bytes."""
+        return [one.param_data for chunk in self._framework.chunks for one in chunk.buffers]
 
     def _masters(self) -> int | None:
         """Of masters apart from the weights, which 16-bit models have; None while elsewhere."""
@@ -113,7 +113,7 @@ class Weights(Part):
         return [(weakref.ref(one), one._version) for one in moments] if is_whole else None
 
     def keep(self) -> dict[int, torch.Tensor]:
-        """Copies of the buckets that were changed, by number; raises ConfigurationError.
+        """Copies of the buffers that were changed, by number; raises ConfigurationError.
 
         Masters lie in shards, and no other worker has those of a lost one.
         """
@@ -138,11 +138,11 @@ class Weights(Part):
         return any(then[0]() is now[0]() and then[1] != now[1] for then, now in pairs)
 
     def find(self) -> dict[int, torch.Tensor]:
-        """Copies of the buckets that were changed; train_step may change masters and moments."""
+        """Copies of the buffers that were changed; train_step may change masters and moments."""
         return {} if self._sealed is None else self._changed(self._sealed[0])
 
     def whole(self) -> dict[int, torch.Tensor]:
-        """Copies of all buckets."""
+        """Copies of all buffers."""
         return {number: copied(one) for number, one in enumerate(self._weights())}
 
     def _changed(self, digests: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -11,18 +11,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 def numbered_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each module once, by the prefix of its tensors' names, in the order of ``named_modules``."""
     told: set[torch.nn.Module] = set()
-
-    def walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    ahead = [("", model)]
+    while ahead:
+        prefix, module = ahead.pop()
+        if module in told:
+            continue
         told.add(module)
         if isinstance(module, TransformerLayer):
             block = prefix.removesuffix(".").rpartition(".")[0]
             prefix = f"{block}.{module.layer_number - 1}."
         yield prefix, module
-        for name, child in module.named_children():
-            if child not in told:
-                yield from walk(f"{prefix}{name}.", child)
-
-    return walk("", model)
+        children = reversed(module._modules.items())
+        ahead += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
 
 
 def global_names(
