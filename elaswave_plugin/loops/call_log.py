@@ -60,7 +60,16 @@ class _Part:
         self._work, self._put_back = work, put_back
         self._first = life
         self._made = -1
+        self.is_of_its_step = False
+        """Whether it is no part of another step."""
         self.result: Any = None
+
+    @classmethod
+    def done(cls, put_back: Callable[[], object], *, life: int) -> "_Part":
+        """Return what stands for work amid a step that is not made again: what it has left."""
+        part = cls(put_back, lambda: None, life=life)
+        part._made, part.is_of_its_step = life, True
+        return part
 
     def as_first(self) -> "_Part":
         """Return the same call, as one of a step before its own."""
@@ -241,6 +250,9 @@ class CallLog:
             self._steps.finish_work()
 
         self._until(once)
+        if amid := self._parts.get(self._passed):
+            # As an evaluation between the passes and the update, which reads on in the data.
+            amid.append(_Part.done(partial(state.put_back, after), life=self._life))
         return results[-1]
 
     def beside(self, work: Callable[[], Result]) -> Result:
@@ -333,7 +345,8 @@ class CallLog:
         """Begin the step, and make the calls inside of it as far as the script has come."""
         if step not in self._parts and self._parts and step < min(self._parts):
             # Nor such a one its calls.
-            self._parts[step] = [one.as_first() for one in self._parts[min(self._parts)]]
+            first = self._parts[min(self._parts)]
+            self._parts[step] = [one.as_first() for one in first if not one.is_of_its_step]
         parts = self._parts.get(step, ())
         for part in parts[:1]:
             part.reenter(self._life)

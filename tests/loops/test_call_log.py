@@ -191,6 +191,7 @@ def program_of(dice: random.Random) -> list[list[str]]:
             *["passes"] * dice.randint(1, 2),
             *["schedule"] * dice.randrange(2),
             *["norm"] * dice.randrange(2),
+            *["evaluation"] * dice.randrange(2),
             "update",
             *["schedule"] * dice.randrange(2),
             *["evaluation"] * dice.randrange(2),
