@@ -91,12 +91,13 @@ class CutDraws:
 
     def __init__(
         self,
-        tell: Callable[[tuple[int, ...]], None] = lambda shape: None,
+        tell: Callable[[tuple[int, ...] | None], None] = lambda shape: None,
         *,
         sequence_first: bool = False,
     ) -> None:
         """``tell(shape)``: numbers of this shape are not keyed by sample, as found in passes.
 
+        Without a shape they are drawn by other kernels than torch's, as found while watched.
         ``sequence_first``: tensors of three dimensions have samples in the second one, if anywhere.
         """
         self._tell, self._sequence_first = tell, sequence_first
@@ -105,20 +106,26 @@ class CutDraws:
         # Rows of a batch, by its samples: pairs have two blocks of them.
         self.blocks = 1
         self._is_on = False
+        # While watched: the states in which torch's own kernels leave its generators.
+        self._left: set[bytes] | None = None
         # The streams that belong to a state of torch's own generator, by its device.
         self._known: dict[tuple[torch.device, bytes], _Streams] = {}
         self._last: dict[torch.device, _Streams] = {}
 
     def begin(self, parts: tuple[Part, ...], *, watched: bool = False) -> None:
         """Draw for these samples from now on; ``watched``: tell also while they are not cut."""
+        self._look()
         torch.manual_seed(parts[0].key)
-        self.parts = parts
+        self.parts, self._left = parts, None
         self._forget()
         self._is_on = watched or self.is_cut
         if self._is_on:
             self._kernels.install()
         else:
             self._kernels.remove()
+        if watched:
+            self._left = set()
+            self._leave()
 
     def know(self, parts: tuple[Part, ...]) -> None:
         """Draw for these samples wherever torch's own generator is seeded by their first key."""
@@ -130,7 +137,8 @@ class CutDraws:
 
     def end(self) -> None:
         """Samples have been drawn for."""
-        self._is_on = False
+        self._look()
+        self._is_on, self._left = False, None
 
     def close(self) -> None:
         """Leave torch as it was."""
@@ -213,12 +221,28 @@ class CutDraws:
         tensors = [one for one in call.values.values() if torch.is_tensor(one)]
         if not (self._is_on and tensors) or tensors[0].device.type not in ("cpu", "cuda"):
             return call.made()
+        self._look()
         device = tensors[0].device
         streams = self._streams(device)
         rows = self._rows(tensors[0], streams.parts) if call.has_rows else None
         if rows is None:
             self._tell(tuple(tensors[0].shape))
-        return self._drawn(call, device, streams, rows) if streams.states else call.made()
+        made = self._drawn(call, device, streams, rows) if streams.states else call.made()
+        self._leave()
+        return made
+
+    def _look(self) -> None:
+        """Tell once of numbers that other kernels have drawn, unless the script seeds by itself."""
+        seeds = {_generator(device).initial_seed() for device in _devices()}
+        if self._left is not None and not {*_states()} <= self._left:
+            self._left = None
+            if seeds == {self.parts[0].key}:
+                self._tell(None)
+
+    def _leave(self) -> None:
+        """Note the states of the generators, while watched."""
+        if self._left is not None:
+            self._left.update(_states())
 
     def _rows(self, tensor: torch.Tensor, parts: Sequence[Part]) -> _Rows | None:
         """Return where samples are in a tensor; None where it has none, as far as sizes tell."""
@@ -317,6 +341,10 @@ def _devices() -> list[torch.device]:
     if torch.cuda.is_initialized():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     return devices
+
+
+def _states() -> list[bytes]:
+    return [_name(_generator(device).get_state()) for device in _devices()]
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -40,19 +40,25 @@ CARRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("elaswave.clocks", ("off",), "all workers have the same to do"),
     ("elaswave.memory_limit_gib", (None,), "shares are not planned by bytes; leave it out"),
 )
-# The same with "consistency": "exact", whose rounds and sums have a place for nothing else.
-EXACT: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("zero_optimization.stage", (0, 1, 2)),
-    ("zero_optimization.offload_optimizer.device", ("none",)),
-    ("zero_optimization.reduce_scatter", (True,)),
-    ("data_types.grad_accum_dtype", (None,)),
-    ("prescale_gradients", (False,)),
-    ("gradient_predivide_factor", (1.0,)),
-    ("elaswave.slow_workers", ("name",)),
-    ("elaswave.loss", (None,)),
-    ("elaswave.rehearse_first_step", (None,)),
-)
 IN_EXACT_MODE = 'in exact mode; else set "consistency" to "fast"'
+# The same with "consistency": "exact", whose rounds and sums have a place for nothing else.
+EXACT: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (
+        "zero_optimization.stage",
+        (0, 1, 2),
+        "in exact mode, where a lost worker's micro-batches are passed while other workers pass"
+        " nothing, and a pass of stage 3 gathers weights from all of them; else set"
+        ' "consistency" to "fast"',
+    ),
+    ("zero_optimization.offload_optimizer.device", ("none",), IN_EXACT_MODE),
+    ("zero_optimization.reduce_scatter", (True,), IN_EXACT_MODE),
+    ("data_types.grad_accum_dtype", (None,), IN_EXACT_MODE),
+    ("prescale_gradients", (False,), IN_EXACT_MODE),
+    ("gradient_predivide_factor", (1.0,), IN_EXACT_MODE),
+    ("elaswave.slow_workers", ("name",), IN_EXACT_MODE),
+    ("elaswave.loss", (None,), IN_EXACT_MODE),
+    ("elaswave.rehearse_first_step", (None,), IN_EXACT_MODE),
+)
 # DeepSpeed 0.19.8 refuses them with any value (deepspeed/runtime/config.py, `_REMOVED_...`).
 REMOVED = (
     *("amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity"),
@@ -79,7 +85,7 @@ def problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key that is not carried; what switches nothing on is carried."""
     rows = [*CARRIED]
     if lookup(config, "elaswave.consistency", "fast") == "exact":
-        rows += [(path, carried, IN_EXACT_MODE) for path, carried in EXACT]
+        rows += EXACT
     for path, carried, advice in rows:
         seen = lookup(config, path, carried[0])
         if seen not in carried:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +49,15 @@ def bare_collective() -> str | None:
     return _line(frame, named) if _CALLED.fullmatch(named) else None
 
 
+def script_frames() -> Iterator[FrameType]:
+    """Yield the frames of the script and of libraries without an adapter, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not (_module_of(frame).startswith(_FRAMEWORKS) or _is_standard(frame)):
+            yield frame
+        frame = frame.f_back
+
+
 def _calling_frame(call: str | None) -> tuple[FrameType | None, str]:
     """Find the innermost frame that is no framework's, and the name of what it called."""
     frame: FrameType | None = sys._getframe()
@@ -66,9 +76,14 @@ def _calling_frame(call: str | None) -> tuple[FrameType | None, str]:
 
 
 def _line(frame: FrameType | None, named: str) -> str | None:
-    if frame is None or _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
+    if frame is None or _is_standard(frame):
         return None
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({named})"
+
+
+def _is_standard(frame: FrameType) -> bool:
+    """Return whether it is of Python's own library."""
+    return _module_of(frame).partition(".")[0] in sys.stdlib_module_names
 
 
 def _module_of(frame: FrameType) -> str:

@@ -81,7 +81,7 @@ class Passes:
     """Passes of samples, each of which draws several times."""
 
     def __init__(self, *draws: Draw) -> None:
-        self.told: list[tuple[int, ...]] = []
+        self.told: list[tuple[int, ...] | None] = []
         self.cut = CutDraws(self.told.append)
         self.draws = draws
 
@@ -263,6 +263,30 @@ def test_it_tells_before_a_loss_where_it_is_asked_to(passes: Callable[..., Passe
     watched = one.drawn(WHOLES[1])
     assert one.told == 2 * [(PLACES + 1,)]
     assert all(map(torch.equal, unwatched, watched))
+
+
+@pytest.mark.parametrize(("kind", "told"), [("other", True), ("seeded", False), ("dropout", False)])
+def test_draws_of_other_kernels_are_told_before_a_loss(
+    passes: Callable[..., Passes], kind: str, told: bool
+) -> None:
+    def other(x: torch.Tensor) -> torch.Tensor:
+        """As kernels that keep to torch's generator, and are no torch's."""
+        return torch.rand(len(x), generator=torch.default_generator)
+
+    def seeded(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(11)
+        return other(x)
+
+    one = passes({"other": other, "seeded": seeded, **DRAWS}[kind], DRAWS["dropout"])
+    ends: list[Callable[[], Any]] = [one.cut.end, lambda: one.of(WHOLES[1])]
+    for end in ends:
+        one.told.clear()
+        one.cut.begin(parts_of(WHOLES[0], WHOLES, key), watched=True)
+        one.drawn(WHOLES[0])
+        with undone_draws():
+            DRAWS["rand"](SAMPLES)
+        end()
+        assert one.told == ([None] if told else [])
 
 
 def test_a_script_that_seeds_its_passes_draws_as_each_micro_batch_does(

@@ -145,7 +145,12 @@ def test_what_exactness_rests_on_is_seen(run: Launch, reference: Launch, what: s
     ("stage", "settings", "words"),
     sampled(
         [
-            (3, {}, "zero_optimization.stage is 3, and elaswave_plugin carries 0 or 1 or 2"),
+            (
+                3,
+                {},
+                "zero_optimization.stage is 3, and elaswave_plugin carries 0 or 1 or 2: in exact"
+                " mode, where a lost worker's micro-batches are passed while other workers pass",
+            ),
             (1, {"prescale_gradients": True}, "prescale_gradients is True"),
             (
                 2,
@@ -166,3 +171,16 @@ def test_what_exact_mode_does_not_carry_is_one_sentence(
     refused = run(EngineSpec(stage=stage, settings=json.dumps(settings), **EXACT))
     assert refused.returncode == 2, refused.output
     assert words in refused.output and "Traceback" not in refused.output
+
+
+@proves(Kind.WRONG_INPUT, Promise.REFUSED)
+def test_a_loop_that_ends_by_a_count_of_its_batches_is_refused(run: Launch) -> None:
+    """Before its first step; in fast mode it is carried."""
+    script = SCRIPTS / "own_count.py"
+    refused = run(EngineSpec(script=str(script), options=("--count=10",), **EXACT))
+    assert refused.returncode == 2, refused.output
+    lines = enumerate(script.read_text().splitlines(), 1)
+    (line,) = (number for number, text in lines if text.strip() == "break")
+    words = f"ends by a count of its batches (own_count.py:{line}), and in exact mode"
+    assert words in refused.output and "Traceback" not in refused.output
+    assert not refused.files.steps

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("peft")
 
 from elaswave_plugin.config import STEP_PHASES
 from elaswave_plugin.tracking.state_dump import dumped_steps, parts_in
+from tests.deepspeed import hf_runs
 from tests.deepspeed.conftest import Launch, Twin
 from tests.deepspeed.harness import FP32_BOUND, SCRIPTS, EngineSpec
 from tests.faults.harness import Outcome, check_survived, max_relative_difference
@@ -97,6 +99,14 @@ def check_weights(run: Outcome, reference: Outcome) -> None:
         assert name.endswith(ROUNDING) or apart <= BOUND, (name, apart)
 
 
+def apart(run: Outcome, reference: Outcome) -> float:
+    """The norm of the difference of all weights over the norm of those of the reference."""
+    ours, theirs = (masters(one.directory) for one in (run, reference))
+    names = [name for name in theirs if not name.endswith(ROUNDING)]
+    flat, wanted = (np.concatenate([each[name] for name in names]) for each in (ours, theirs))
+    return float(np.linalg.norm(flat - wanted) / np.linalg.norm(wanted))
+
+
 def masters(directory: Path) -> dict[str, np.ndarray]:
     """The weights of the last step, by name."""
     return parts_in(directory, dumped_steps(directory)[-1], "master")
@@ -121,7 +131,25 @@ def test_losses_keep_the_draws_of_every_sample(
     assert max_relative_difference(killed, undisturbed) <= FP32_BOUND
     check_norms(killed, undisturbed)
     check_weights(killed, undisturbed)
-    assert TOLD not in killed.output
+    assert "a pass draws numbers" not in killed.output
+
+
+@proves(Kind.KILL, Promise.PLANNED)
+@pytest.mark.parametrize(("stage", "kill"), sampled([(2, "1@1:reduce"), (1, "3@2:gather")]))
+def test_in_bf16_a_loss_is_as_far_as_another_order_of_sums(
+    run: Launch, twin: Twin, reference: Launch, stage: int, kill: str
+) -> None:
+    """The grain of 16 bits: a job of other micro-batches that loses nobody is as far away."""
+    base = ("--bf16", "--use-cpu")
+    options = (*base, "--batch-size=2", "--accumulation=2")
+    spec = hf_runs.spec_of(kill, stage=stage, bf16=True, global_batch=16, options=options)
+    killed, undisturbed = run(spec), reference(spec)
+    check_survived(killed)
+    assert killed.trace() == twin(killed).trace()
+    others = (("--batch-size=1", "--accumulation=4"), ("--batch-size=4", "--accumulation=1"))
+    orders = [apart(reference(replace(spec, options=(*base, *one))), undisturbed) for one in others]
+    found = apart(killed, undisturbed)
+    assert BOUND < found < 2 * max(orders), (found, orders)
 
 
 @proves(Kind.SABOTAGE, Promise.SEEN, victim="1", moment="1:backward")

@@ -51,10 +51,7 @@ def megatron_lm_list() -> str:
 
 def deepspeed_list() -> str:
     """Keys of a DeepSpeed configuration."""
-    exact = (
-        (key, values, deepspeed_settings.IN_EXACT_MODE) for key, values in deepspeed_settings.EXACT
-    )
-    rows = (*deepspeed_settings.CARRIED, *exact)
+    rows = (*deepspeed_settings.CARRIED, *deepspeed_settings.EXACT)
     return _by_reason((_valued(key, values), advice) for key, values, advice in rows)
 
 

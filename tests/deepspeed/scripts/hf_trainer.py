@@ -128,6 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--use-cpu", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="with --use-cpu where there is no GPU")
     parser.add_argument("--without-deepspeed", action="store_true")
     parser.add_argument("--evaluate", type=int)
     parser.add_argument("--evaluate-first", action="store_true")
@@ -172,6 +173,7 @@ def training_arguments(args: argparse.Namespace, folder: Path) -> TrainingArgume
         output_dir=str(folder),
         deepspeed=None if args.without_deepspeed else args.deepspeed_config,
         use_cpu=args.use_cpu,
+        bf16=args.bf16,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=2,

@@ -215,6 +215,16 @@ def refuse_boundary(is_boundary: bool) -> NoReturn:
     )
 
 
+def refuse_count(line: str) -> NoReturn:
+    """Raise ConfigurationError for a loop that ends at a count of its batches, in exact mode."""
+    raise ConfigurationError(
+        f"the loop of the script ends by a count of its batches ({line}), and in exact mode a step"
+        " takes more of them after a loss of workers, so that the loop would make fewer steps; end"
+        " it by engine.global_steps, count where accelerator.sync_gradients is true, or set"
+        ' "consistency" to "fast"'
+    )
+
+
 def refuse_step_alone() -> NoReturn:
     """Raise ConfigurationError for a step whose losses did not go through ``engine.backward``."""
     raise ConfigurationError(

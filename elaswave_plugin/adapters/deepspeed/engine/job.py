@@ -495,6 +495,8 @@ class EngineJob(AttachedEngine):
     def next_batch(self, loader: ElasticLoader) -> Any:
         """The next batch of this worker's share; the first one is preceded by the first seal."""
         self._check_no_work("next(loader)")
+        if not self._sealed:
+            self.own_loops.check_count()
         self._begin()
         if self._resumed is not None and not self._loop.dead and self._resumed.passes_over(loader):
             self._loop.iteration -= 1

@@ -1,4 +1,4 @@
-"""Says once, when it begins to matter, what a loss changes for a script and its model."""
+"""Says, when it begins to matter, what a loss changes for a script and its model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from elaswave_plugin.adapters.batch_layers import batch_layers
+from elaswave_plugin.adapters.counting_loops import counting_line
 from elaswave_plugin.adapters.deepspeed.compat.patches import width_patches
+from elaswave_plugin.adapters.deepspeed.compat.unsupported import refuse_count
 from elaswave_plugin.adapters.script_lines import asking_line, bare_collective
 from elaswave_plugin.core.step.dataflow import Dataflow, Shares
 from elaswave_plugin.ipc.console import say
@@ -51,6 +53,11 @@ class OwnLoops:
         self._widths.apply()
         self._worker.groups.list_ranks()
         self._worker.links.asked = self.asks
+
+    def check_count(self) -> None:
+        """Raise ConfigurationError in exact mode, where the loop that asks ends by a count."""
+        if self._is_exact and (line := counting_line()) is not None:
+            refuse_count(line)
 
     def end(self) -> None:
         """Note nothing any more."""
@@ -145,16 +152,18 @@ class OwnLoops:
                 f' samples to one length, or set "consistency" to "exact" ({_PAGE})'
             )
 
-    def draws_together(self, shape: tuple[int, ...]) -> None:
-        """Warn once of numbers that are drawn for no sample of its own."""
+    def draws_together(self, shape: tuple[int, ...] | None) -> None:
+        """Warn once of numbers that are drawn for no sample, or by other kernels than torch's."""
         if self._draws_told or not self._worker.owns_rank_0:
             return
         self._draws_told = True
+        how = "by a kernel that is none of torch's own, as a compiled one"
+        if shape is not None:
+            how = f"of the shape {shape}, in which no dimension is that of the samples"
         say(
-            f"a pass draws numbers of the shape {shape}, in which no dimension is that of the"
-            " samples: after a loss of workers a share is drawn for with those of its first"
-            " micro-batch, and the losses differ from those of a run without a loss; draw for each"
-            f" sample ({_PAGE})"
+            f"a pass draws numbers {how}: after a loss of workers a share is drawn for with those"
+            " of its first micro-batch, and the losses differ from those of a run without a loss;"
+            f" draw for each sample, by torch's functions ({_PAGE})"
         )
 
     def collates(self) -> None:
