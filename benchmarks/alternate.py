@@ -1,6 +1,6 @@
 """Runs a training script with a part of the plugin on and off in turn, for measurements only.
 
-    elaswave run ... benchmarks/alternate.py snapshots|consistency SCRIPT ARGUMENTS...
+    elaswave run ... benchmarks/alternate.py snapshots|consistency|partial_sums SCRIPT ARGUMENTS...
 
 The part changes every ten steps of the running job, at the same step on every worker, so that
 both sides of the comparison see the same machine. A job that is measured so survives no loss.
@@ -22,6 +22,8 @@ from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.tracking.events import read_lines
 
 ALTERNATED = ("snapshots", "consistency")
+# Of DeepSpeed's jobs alone; and what a step's copies of one worker were.
+PARTIAL_SUMS, COPIED = "partial_sums", "partial_sums_copied"
 CPU_EVENT = "cpu_time"
 NORM = "get_grad_norm_fp32"
 
@@ -80,6 +82,53 @@ def alternate_consistency() -> None:
     replaced.bind = bind_and_watch
 
 
+def alternate_partial_sums() -> None:
+    """Have this process copy its shard of the gradient sums behind each micro-batch but the last.
+
+    In on-blocks, in ZeRO 2 and 3: into shared memory, with a checksum.
+    """
+    import torch
+    import xxhash
+
+    from elaswave_plugin.adapters.deepspeed.engine.job import EngineJob
+
+    copies: list[torch.Tensor] = []
+    spent_s = 0.0
+
+    def backward_in_turn(job: Any, *given: Any, **named: Any) -> Any:
+        nonlocal spent_s
+        result = backward(job, *given, **named)
+        step = job._engine.global_steps
+        if not is_on(step):
+            return result
+        if job._engine.is_gradient_accumulation_boundary():
+            elements, told_s, spent_s = sum(one.numel() for one in copies), spent_s, 0.0
+            what = {"elements": elements, "seconds": told_s}
+            job._worker.events.emit(COPIED, slot=job._worker.slot, step=step, **what)
+        else:
+            began_s = time.thread_time()
+            shard = shard_of(job._engine.optimizer)
+            if not copies:
+                copies.extend(torch.empty_like(one) for one in shard)
+                for copy in copies:
+                    copy.share_memory_()  # type: ignore[no-untyped-call]
+            for copy, one in zip(copies, shard, strict=True):
+                copied: Any = copy.copy_(one).numpy()
+                xxhash.xxh3_64_intdigest(copied)
+            spent_s += time.thread_time() - began_s
+        return result
+
+    replaced: Any = EngineJob
+    backward, replaced._backward = EngineJob._backward, backward_in_turn
+
+
+def shard_of(optimizer: Any) -> list[Any]:
+    """Return what a ZeRO optimizer has added up so far of its own shard, in tensors."""
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        return [optimizer.grad_partitions_flat_buffer]
+    return [one for group in optimizer.all_grad_tensors.values() for one in group or ()]
+
+
 def record_cpu_times() -> None:
     """Note the CPU seconds of trainer and agent after every step, in events.jsonl.
 
@@ -106,12 +155,14 @@ def record_cpu_times() -> None:
 def main(argv: list[str]) -> None:
     """WHAT SCRIPT ARGUMENTS...: run the script with WHAT on and off in turn."""
     what, script, *arguments = argv
-    if what not in ALTERNATED:
-        raise SystemExit(f"alternate: WHAT is {what!r}, wanted one of {', '.join(ALTERNATED)}")
-    if what == "snapshots":
-        alternate_snapshots()
-    else:
-        alternate_consistency()
+    parts = {
+        "snapshots": alternate_snapshots,
+        "consistency": alternate_consistency,
+        PARTIAL_SUMS: alternate_partial_sums,
+    }
+    if what not in parts:
+        raise SystemExit(f"alternate: WHAT is {what!r}, wanted one of {', '.join(parts)}")
+    parts[what]()
     record_cpu_times()
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
