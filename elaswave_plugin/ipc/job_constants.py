@@ -22,7 +22,7 @@ class JobConstants(TypedDict, total=False):
     as adapters/deepspeed/hf_trainer/trackers.py names them, or that of a script's own loop;
     ``loaded``: the checkpoints that it had loaded when its loop began;
     ``called``: what the script's own collectives gave before it trained, as loops/calls_before.py
-    writes it.
+    writes it; ``evaluated``: what its evaluations did then, as loops/evaluations_before.py has it.
     """
 
     started_s: float
@@ -41,3 +41,4 @@ class JobConstants(TypedDict, total=False):
     trackers: dict[str, Any]
     loaded: list[str]
     called: str
+    evaluated: str

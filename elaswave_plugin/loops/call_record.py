@@ -24,6 +24,7 @@ _NOTHING = "nothing more before their present step"
 _BLOCK = 512
 LARGEST = 1 << 20
 """What a call returns beyond this many bytes is not kept."""
+_MOST = 1 << 28
 
 # The name of a call, the draws behind it, and in a list what it returned; nothing if not kept.
 Entry = tuple[str, Any, list[Any]]
@@ -57,7 +58,7 @@ class CallRecord:
         self._newest: list[Entry] = []
         self._coming: deque[Entry] = deque()
         self._blocks_coming: deque[bytes] = deque()
-        self._made = 0
+        self._made = self._bytes = 0
         # Why no later worker can be told.
         self._flaw: str | None = None
 
@@ -80,6 +81,9 @@ class CallRecord:
         size = sum(one.nbytes for one in _pytree.tree_leaves(returned) if torch.is_tensor(one))
         if size > LARGEST:
             self.end(f"{call} has returned {size} bytes, and at most {LARGEST} are kept")
+        self._bytes += size
+        if self._bytes > _MOST:
+            self.end(f"calls have returned {self._bytes} bytes, and at most {_MOST} are kept")
         kept = [_pytree.tree_map_only(torch.Tensor, _copy, returned)] if size <= LARGEST else []
         self._newest.append((call, draws, kept))
         if len(self._newest) == 2 * _BLOCK:

@@ -33,39 +33,47 @@ def check_loaded(worker: Worker, mine: Sequence[str]) -> None:
 class RecordTold:
     """The record of one worker, told to those of its place who come later: a `Knowledge`."""
 
-    def __init__(self, worker: Worker, record: CallRecord, *, place: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        record: CallRecord,
+        *,
+        place: tuple[int, ...],
+        source: tuple[int, ...] = (),
+    ) -> None:
         """``place``: the part of the model that its script builds.
 
-        Results differ between these, as those of collectives among them do.
+        Results differ between these, as those of collectives among them do. ``source``: what its
+        script reads, and reports are of.
         """
-        self._worker, self._record, self._place = worker, record, list(place)
+        self._worker, self._record = worker, record
+        self._place, self._source = place, source
+        self.why_alike: str | None = None
+        """Why no worker with another source can be told, if so."""
         worker.notes.add(_NOTED, lambda step: record.told())
 
     def tell(self) -> Any:
         """Return which record this worker has."""
-        return self._place
+        return [self._place, self._source, self.why_alike]
 
     def follow(self, step: int, told: Sequence[Any]) -> None:
-        """Tell each newcomer what the calls returned to a worker of its place, or to any other.
+        """Tell each newcomer what the calls returned to one of its source, its place, or any other.
 
         Raises ConfigurationError on one that cannot be told.
         """
-        asks = told[dist.get_rank()] is None
-        asked = sorted({place for place, one in _told([self._place, asks]) if one})
+        asks, me = told[dist.get_rank()] is None, (self._place, self._source)
+        asked = sorted({one for one, is_asking in gathered([me, asks]) if is_asking})
         knowing = [rank for rank, one in enumerate(told) if one is not None]
-        for place in asked:
-            source = next((one for one in knowing if list(told[one]) == list(place)), knowing[0])
-            mine = self._record.told() if source == dist.get_rank() else None
-            is_noted = source == dist.get_world_size()
-            record = self._worker.notes.read(_NOTED) if is_noted else told_by(source, mine, _NOTED)
-            if asks and list(place) == self._place:
-                self._learn(record)
+        for place, source in asked:
+            nearest = max(knowing, key=lambda one: (told[one][1] == source, told[one][0] == place))
+            mine = self._record.told() if nearest == dist.get_rank() else None
+            is_noted = nearest == dist.get_world_size()
+            record = self._worker.notes.read(_NOTED) if is_noted else told_by(nearest, mine, _NOTED)
+            if asks and me == (place, source):
+                _, theirs, why_alike = told[nearest]
+                self._learn(record if theirs == source else why_alike or record)
 
     def _learn(self, record: Any) -> None:
         if isinstance(record, str):
             raise ConfigurationError(f"a worker that comes later cannot be told: {record}")
         self._record.learn(record)
-
-
-def _told(mine: Any) -> list[tuple[tuple[int, ...], bool]]:
-    return [(tuple(place), asks) for place, asks in gathered(mine)]

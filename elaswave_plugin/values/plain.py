@@ -96,6 +96,15 @@ def check(value: Any, what: str) -> None:
     _Writer([]).told(value, what)
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a value is plain."""
+    try:
+        check(value, "")
+    except ConfigurationError:
+        return False
+    return True
+
+
 def decode(
     data: bytes | memoryview,
     what: str = "a value",
@@ -264,6 +273,8 @@ def _leaf(value: Any, where: str) -> list[Any]:
         return _marked(As.DEVICE, str(value))
     if kind is np.ndarray and _NUMPY_DTYPE.fullmatch(value.dtype.str):
         return _marked(As.ARRAY, value.dtype.str, list(value.shape), value.tobytes())
+    if kind is np.ndarray:
+        raise _refusal(where, f"a NumPy array of {value.dtype}")
     if isinstance(value, np.generic) and _NUMPY_DTYPE.fullmatch(value.dtype.str):
         return _marked(As.SCALAR, value.dtype.str, value.tobytes())
     raise _refusal(where, f"of the class {kind.__module__}.{kind.__qualname__}")

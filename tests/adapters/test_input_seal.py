@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from elaswave_plugin.adapters.megatron.batch_values import BatchValues
 from elaswave_plugin.adapters.megatron.input_seal import (
     Batches,
     InputSeal,
@@ -47,7 +48,9 @@ class Model(torch.nn.Module):
 
 def batches_of(numbers: list[int]) -> Batches:
     count = len(numbers) // 2
-    return drawn(Reader(numbers), count, forward_step=forward_step, chunk=Model())
+    return drawn(
+        Reader(numbers), count, forward_step=forward_step, chunk=Model(), values=BatchValues()
+    )
 
 
 def read(batch: bytes) -> list[Any]:
@@ -80,19 +83,21 @@ def test_a_forward_step_shows_what_a_micro_batch_reads() -> None:
 
 def test_an_iterator_is_read_once_a_micro_batch() -> None:
     iterator = iter([1, 2, 3])
-    first, _ = drawn(iterator, 2, forward_step=forward_step, chunk=Model())
+    first, _ = drawn(iterator, 2, forward_step=forward_step, chunk=Model(), values=BatchValues())
     assert next(iterator) == 3
     call = call_of([first])
     assert next(call) == 1 and not hasattr(call, "get_next")
     with pytest.raises(ConfigurationError, match="once more"):
         next(call)
     with pytest.raises(StopIteration):
-        drawn(iterator, 1, forward_step=forward_step, chunk=Model())
+        drawn(iterator, 1, forward_step=forward_step, chunk=Model(), values=BatchValues())
 
 
 def test_each_pass_has_the_batch_as_it_was() -> None:
     """A script may change what it is given."""
-    (batch,) = drawn(iter([{"x": [1]}]), 1, forward_step=forward_step, chunk=Model())
+    (batch,) = drawn(
+        iter([{"x": [1]}]), 1, forward_step=forward_step, chunk=Model(), values=BatchValues()
+    )
     for _ in range(2):
         given = next(call_of([batch]))
         assert given == {"x": [1]}
@@ -109,7 +114,7 @@ REFUSED = {
 def test_what_others_cannot_be_given_is_refused(what: str) -> None:
     iterator, said = REFUSED[what]
     with pytest.raises(ConfigurationError, match=said):
-        drawn(iterator, 1, forward_step=forward_step, chunk=Model())
+        drawn(iterator, 1, forward_step=forward_step, chunk=Model(), values=BatchValues())
 
 
 def worker_of(slot: int, *, nodes: tuple[int, ...] = (0, 0, 1, 1), copies: int = 1) -> Any:
@@ -199,7 +204,13 @@ def test_all_refuse_what_one_has(job: OneProcess, what: str) -> None:
 
     def refused(seat: Seat) -> None:
         count = most if seat.slot == 3 else 1
-        batches = drawn(iter(values(seat.slot)), count, forward_step=forward_step, chunk=Model())
+        batches = drawn(
+            iter(values(seat.slot)),
+            count,
+            forward_step=forward_step,
+            chunk=Model(),
+            values=BatchValues(),
+        )
         with pytest.raises(ConfigurationError, match=said):
             seat.framework.lay(0, batches)
 

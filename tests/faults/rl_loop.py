@@ -160,6 +160,59 @@ REFERENCE: tuple[Change, ...] = (
 )
 
 
+# Batches of classes of the script's own, one like a dict, with samples that are dataclasses.
+_READS = "        return {key: [self.samples[key][one] for one in part] for key in keys}\n"
+CLASSES: tuple[Change, ...] = (
+    before_model(
+        """\
+import collections, dataclasses
+
+
+class Rows(collections.UserDict):
+    def __init__(self, rows, *, count):
+        super().__init__(rows)
+        self.count = count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    tokens: torch.Tensor
+
+    def __len__(self):
+        return len(self.tokens)
+
+
+"""
+    ),
+    (
+        _READS,
+        _READS.replace("return", "rows =")
+        + """\
+        rows["tokens"] = [Sample(one) for one in rows["tokens"]]
+        return Rows(rows, count=len(part))
+""",
+    ),
+    ("        row[: len(one)] = one\n", "        row[: len(one)] = one.tokens\n"),
+)
+
+
+# A loop that trains on samples with old log-probabilities, as from a file: it evaluates nothing.
+_OF_A_FILE = "torch.full((len(samples['tokens'][-1]) - 1,), -5.5)"
+UNEVALUATED: tuple[Change, ...] = (
+    (
+        '            samples["old"].append(None)\n',
+        f'            samples["old"].append({_OF_A_FILE})\n',
+    ),
+    ("            with torch.no_grad():\n", "            if samples['old'][0] is None:\n"),
+    (_OLD + "[one for", "    " + _OLD + "[one for"),
+)
+# What an evaluation returns that is too large to be kept.
+LARGE: Change = (
+    '{"log_probs": of_samples(batch, losses)}',
+    '{"log_probs": of_samples(batch, losses), "all": torch.zeros(1 << 17)}',
+)
+
+
 # Stages tell each other tensors of one size, and only the last one has log-probabilities.
 STAGES: tuple[Change, ...] = (
     ("        for _ in range(drawn(1, 3)):\n", "        for _ in range(1):\n"),

@@ -226,6 +226,28 @@ LOOP = """\
 
 
 """
+# Since 4.6 losses are summed where they are logged, by the workers of the last stage.
+_SUM = """\
+        torch.distributed.all_reduce(
+            report, group=mpu.get_data_parallel_group(with_context_parallel=True)
+        )
+"""
+_LOG = "    def log(self, what, metrics):\n"
+SUMS_IN_LOG: tuple[Change, ...] = (
+    (_SUM, ""),
+    (
+        _LOG,
+        _LOG
+        + """\
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            metrics.setdefault("loss", torch.zeros(2))
+            torch.distributed.all_reduce(
+                metrics["loss"], group=mpu.get_data_parallel_group(with_context_parallel=True)
+            )
+        memory = self.of_all_parts(1.0, torch.distributed.ReduceOp.MAX)
+""",
+    ),
+)
 _DDP = "        grad_reduce_in_fp32=True,\n"
 _OPTIMIZER = "            use_distributed_optimizer=True,\n        ),\n        model,"
 

@@ -53,6 +53,22 @@ def test_two_losses_in_a_phase(
         assert validation_of(survived) == validation_of(whole) != []
 
 
+LOGGING = [(sizes, phase) for sizes in ((), TP2, PP2) for phase in PHASES]
+
+
+@proves(Kind.KILLS, Promise.EQUAL, victim="1, 2", moment="2, 4")
+@pytest.mark.parametrize(("sizes", "phase"), sampled(LOGGING, most=3))
+def test_losses_that_are_summed_in_the_log(
+    run: Launch, reference: Reference, tmp_path: Path, sizes: tuple[str, ...], phase: str
+) -> None:
+    """A worker without a part of the model is told of its place at the launch."""
+    script = swift_loop.write(tmp_path, *swift_loop.SUMS_IN_LOG)
+    spec = replace(spec_of("swift", sizes, f"1@2:{phase}", f"2@4:{phase}"), script=script)
+    survived = run(spec)
+    check_equal(survived, reference(spec.undisturbed()))
+    assert len(survived.events("view_committed")) == 3
+
+
 # A worker dies where its group meets behind an update; or one of the others is held there until it
 # has not the sum that its neighbour has, and a worker of the first stage dies in the next step.
 MEETS = """
@@ -145,6 +161,10 @@ BAD: dict[str, tuple[Change, str]] = {
     "a sum that is the loss": (
         (_REPORTS, _REPORTS.replace("loss[0].clone()", "report[0]")),
         "returned as its loss, or as tokens",
+    ),
+    "keys of all": (
+        (_REPORTS, "        torch.distributed.all_gather_object([0, 0], ['loss'])\n" + _REPORTS),
+        "is called in loss_func",
     ),
     "sums of bits": (
         (_SUMS, _SUMS.replace("report, ", "report, torch.distributed.ReduceOp.BAND, ")),

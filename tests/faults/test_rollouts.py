@@ -13,6 +13,7 @@ from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import Outcome, check_equal, check_survived, check_went_on
 from tests.faults.own_scripts import Change
 from tests.faults.rl_loop import RolloutSpec
+from tests.faults.test_join import entered
 from tests.proofs import Kind, Promise, proves
 from tests.sample import sampled
 
@@ -75,6 +76,16 @@ def test_other_ways_to_have_batches_in_memory(
 ) -> None:
     """Their numbers are those of the same batches, however these are read."""
     spec = replace(SPEC, script=rl_loop.write(tmp_path, reads))
+    known = replace(spec, script=rl_loop.write(tmp_path, "get_next"))
+    planned = run(replace(known, changes=("2@4",)))
+    check_left_out(run(replace(spec, kills=("2@3:backward",))), planned, reference(known), step=4)
+
+
+@proves(Kind.KILL, Promise.PLANNED, victim="2", moment="3:backward")
+def test_batches_of_the_scripts_own_classes(
+    run: Launch, reference: Reference, tmp_path: Path
+) -> None:
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next", *rl_loop.CLASSES))
     known = replace(spec, script=rl_loop.write(tmp_path, "get_next"))
     planned = run(replace(known, changes=("2@4",)))
     check_left_out(run(replace(spec, kills=("2@3:backward",))), planned, reference(known), step=4)
@@ -260,13 +271,78 @@ def test_a_whole_replica_of_a_tensor_parallel_job_is_lost(
     check_left_out(survived, planned, reference(spec), step=3)
 
 
-@proves(Kind.RETURN, Promise.SENT_AWAY, victim="1", moment="2:backward")
-def test_one_that_comes_back_stays_away(run: Launch, reference: Reference, tmp_path: Path) -> None:
-    spec = replace(SPEC, steps=8, script=rl_loop.write(tmp_path, "get_next"))
-    survived = run(
-        replace(spec, kills=("1@2:backward",), respawn=2, awaits=((4, 1),), failing=(1,))
+@proves(Kind.RETURN, Promise.EQUAL)
+@pytest.mark.parametrize("kill", sampled(["1@0:backward", *KILLS]))
+def test_a_worker_comes_back_to_a_replica_of_which_another_is_left(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str
+) -> None:
+    """That one tells it what the evaluations of their replica returned."""
+    fault = parse_kill(kill)
+    spec = replace(TP2, script=rl_loop.write(tmp_path, "get_next"))
+    change = f"+{fault.slot}@{fault.step + 1}"
+    survived, whole = (
+        run(replace(spec, kills=(kill,), changes=(change,), respawn=1)),
+        reference(spec),
     )
+    check_equal(survived, whole)
+    assert entered(survived) == [(fault.slot, 1)]
+    assert ratios_of(survived, range(6)) == ratios_of(whole, range(6))
+
+
+@proves(Kind.RETURN, Promise.EQUAL)
+@pytest.mark.parametrize(
+    ("kill", "reads"), sampled([(kill, reads) for kill in KILLS[1:] for reads in rl_loop.READERS])
+)
+def test_a_worker_comes_back_whose_batches_follow_from_no_evaluation(
+    run: Launch, reference: Reference, tmp_path: Path, kill: str, reads: str
+) -> None:
+    fault = parse_kill(kill)
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, reads, *rl_loop.UNEVALUATED))
+    change = f"+{fault.slot}@{fault.step + 1}"
+    survived, whole = (
+        run(replace(spec, kills=(kill,), changes=(change,), respawn=1)),
+        reference(spec),
+    )
+    check_equal(survived, whole)
+    assert entered(survived) == [(fault.slot, 1)]
+    told, wanted = ratios_of(survived, range(6)), ratios_of(whole, range(6))
+    # Those of its struck step nobody was told; where it passes over a step, it has another's.
+    del wanted[fault.slot, fault.step]
+    assert all(wanted[one] <= told[one] for one in wanted)
+
+
+@proves(Kind.RETURN, Promise.PLANNED, victim="1", moment="2:backward")
+def test_a_replica_adds_to_gradients_again_once_its_worker_is_back(
+    run: Launch, tmp_path: Path
+) -> None:
+    spec = replace(SPEC, script=rl_loop.write(tmp_path, "get_next", *rl_loop.UNEVALUATED))
+    spec = replace(spec, respawn=1)
+    survived = run(replace(spec, kills=("1@2:backward",), changes=("+1@4",)))
+    planned = run(replace(spec, changes=("1@3", "+1@4")))
     check_went_on(survived)
-    assert survived.trace() == run(replace(spec, changes=("1@3",))).trace()
-    assert survived.output.count("its script makes batches in memory") == 1
+    assert survived.trace() == planned.trace()
+    assert entered(survived) == [(1, 1)]
+    assert survived.output.count("has batches again, and adds to gradients from step 4 on") == 1
+
+
+STAYING: dict[str, tuple[RolloutSpec, tuple[Change, ...]]] = {
+    "all of its replica are lost": (SPEC, ()),
+    "an evaluation before the first step was large": (TP2, (rl_loop.LARGE,)),
+}
+
+
+@proves(Kind.RETURN, Promise.SENT_AWAY, victim="1", moment="2:backward")
+@pytest.mark.parametrize("why", STAYING)
+def test_one_that_cannot_know_its_evaluations_stays_away(
+    run: Launch, reference: Reference, tmp_path: Path, why: str
+) -> None:
+    shape, changes = STAYING[why]
+    script = rl_loop.write(tmp_path, "get_next", *changes)
+    spec = replace(shape, steps=8, script=script)
+    kill = {"kills": ("1@2:backward",), "awaits": ((4, 1),), "failing": (1,)}
+    survived = run(replace(spec, respawn=2, **kill))
+    check_went_on(survived)
+    wanted = run(replace(spec, changes=("1@3",))) if shape is SPEC else reference(spec)
+    assert survived.trace() == wanted.trace()
+    assert survived.output.count("its script evaluates batches that it has in memory") == 1
     check_survived(reference(spec))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from elaswave_plugin.errors import ConfigurationError
+from elaswave_plugin.loops import call_record
 from elaswave_plugin.loops.call_record import CallRecord
 
 
@@ -115,6 +116,19 @@ def test_tensors_of_other_sizes_are_a_sentence() -> None:
         else:
             with pytest.raises(ConfigurationError, match="with tensors of other sizes"):
                 later.record.fill("allgather", mine)
+
+
+@pytest.mark.parametrize("bound", ["LARGEST", "_MOST"])
+def test_what_is_large_ends_the_record(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    """By itself, or with all that was returned before it."""
+    monkeypatch.setattr(call_record, bound, 4 * 3 - 1)
+    first = Script()
+    for _ in range(3):
+        assert isinstance(first.record.told(), list)
+        first.record.note("forward", torch.zeros(3 if bound == "LARGEST" else 1))
+        if bound == "LARGEST":
+            break
+    assert str(first.record.told()).endswith("returned 12 bytes, and at most 11 are kept")
 
 
 class Odd:

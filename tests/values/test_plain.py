@@ -185,7 +185,7 @@ class Own:
         ({(1, 2): lambda: None}, "the capsule[(1, 2)] is of the class builtins.function"),
         (Point(1, 2), "test_plain.Point"),
         ({Point(1, 2): 1}, "the key Point(x=1, y=2) of the capsule is"),
-        (np.array([Own()]), "numpy.ndarray"),
+        (np.array([Own()]), "a NumPy array of object"),
         (torch.ones(2).to_sparse(), "torch.sparse_coo"),
         (As.TUPLE, "As"),
         (msgpack.ExtType(1, b""), "ExtType"),

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree
 
+from elaswave_plugin.adapters.megatron.batch_values import BatchValues
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.own_timers import stopped_where_interrupted
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
@@ -59,14 +59,21 @@ class _Noting:
         return read
 
 
-def drawn(iterator: Any, count: int, *, forward_step: Callable[..., Any], chunk: Any) -> Batches:
+def drawn(
+    iterator: Any,
+    count: int,
+    *,
+    forward_step: Callable[..., Any],
+    chunk: Any,
+    values: BatchValues,
+) -> Batches:
     """Draw what ``count`` micro-batches read of an iterator; raises StopIteration at its end.
 
     Of one without ``__next__``, as with ``get_next(keys)``, the first one's forward step shows what
-    that is: it runs up to the model. Raises ConfigurationError for batches that are not plain.
+    that is: it runs up to the model. Raises ConfigurationError for batches that cannot be copied.
     """
     if hasattr(iterator, "__next__"):
-        return [_encoded([["__next__", [[], {}], next(iterator)]]) for _ in range(count)]
+        return [_encoded([["__next__", [[], {}], next(iterator)]], values) for _ in range(count)]
     noting = _Noting(iterator)
     hook = chunk.register_forward_pre_hook(_stop, prepend=True)
     try:
@@ -82,32 +89,15 @@ def drawn(iterator: Any, count: int, *, forward_step: Callable[..., Any], chunk:
     for _ in range(count - 1):
         again = ((name, how, getattr(iterator, name)) for name, how, _ in noting.noted)
         reads.append([[name, how, read(*how[0], **how[1])] for name, how, read in again])
-    return [*map(_encoded, reads)]
+    return [_encoded(one, values) for one in reads]
 
 
 def _stop(*_: Any) -> NoReturn:
     raise _Reached
 
 
-def _encoded(reads: Reads) -> bytes:
-    found = []
-    for name, how, result in reads:
-        on_device = [torch.is_tensor(one) and one.is_cuda for one in _pytree.tree_leaves(result)]
-        found.append([name, how, on_device, encode(result, _WHAT)])
-    return encode(found)
-
-
-def _decoded(batch: bytes) -> Reads:
-    return [
-        [name, how, _on_device(decode(result, _WHAT), on_device)]
-        for name, how, on_device, result in decode(batch, _WHAT)
-    ]
-
-
-def _on_device(result: Any, on_device: list[bool]) -> Any:
-    leaves, shape = _pytree.tree_flatten(result)
-    pairs = zip(leaves, on_device, strict=True)
-    return _pytree.tree_unflatten([one.cuda() if there else one for one, there in pairs], shape)
+def _encoded(reads: Reads, values: BatchValues) -> bytes:
+    return encode([[name, how, values.apart(result, _WHAT)] for name, how, result in reads])
 
 
 class InputSeal:
@@ -125,12 +115,13 @@ class InputSeal:
         """``replica``, ``stage``: those of this worker at the launch."""
         self.worker, self._width, self._num_places = worker, num_replicas, num_replicas * num_stages
         self.stage, self.place = stage, self.place_of(stage, replica)
+        self.values = BatchValues()
         self.position = 0
         """The call that comes next, of those with batches in memory."""
         # By call: the step that it was of, and batches by place.
         self._laid: dict[int, tuple[int, dict[int, Batches]]] = {}
-        self._has_said, self._missed = False, set[int]()
-        self.left_out: frozenset[int] = frozenset()
+        self._has_said, self._missed = False, frozenset[int]()
+        self.left_out = frozenset[int]()
         """The replicas whose batches of the last call are in no worker."""
 
     def place_of(self, stage: int, replica: int) -> int:
@@ -205,8 +196,8 @@ class InputSeal:
             say(
                 f"the script has its batches in memory: {sum(sizes) / (1 << 20):.1f} MiB of all"
                 f" workers in the first call, copied to {copies} other{'s' * (copies != 1)} each;"
-                " those of later calls are lost with a worker, and it does not come back (an"
-                " iterator over a DataLoader goes on)"
+                " those of later calls are lost with a replica (an iterator over a DataLoader goes"
+                " on)"
             )
         self._has_said = True
 
@@ -220,20 +211,13 @@ class InputSeal:
         """Give each worker the batches that it runs; returns those that are here then.
 
         Collective over WORLD. ``flow(replicas)`` leaves these out: those that have none, of which
-        users are told once. ``with_all``: all batches to all workers.
+        users are told. ``with_all``: all batches to all workers.
         """
         worker, width = self.worker, self._width
         held = [{*one} for one in gathered(sorted(here))]
         missing = {*range(self._num_places)}.difference(*held)
         self.left_out, here = frozenset(place % width for place in missing), {**here}
-        if not self._missed.issuperset(self.left_out) and worker.owns_rank_0:
-            names = ", ".join(map(str, sorted(self.left_out)))
-            say(
-                f"the batches that the script of replica {names} had in memory are lost with it:"
-                f" from step {worker.completed} on gradients are those of the other replicas,"
-                f" divided by {width} as before, or by their tokens (calculate_per_token_loss)"
-            )
-        self._missed.update(self.left_out)
+        self._tell_missing()
         dealt = flow(self.left_out)
         for place in sorted({*range(self._num_places)} - missing):
             stage, replica = divmod(place, width)
@@ -249,6 +233,21 @@ class InputSeal:
                 source = next(rank for rank, has in enumerate(held) if place in has)
                 here[place] = told_by(source, here.get(place), _WHAT)
         return here
+
+    def _tell_missing(self) -> None:
+        """Say of which replicas batches are missing from now on, or are there again."""
+        lost, back = self.left_out - self._missed, self._missed - self.left_out
+        self._missed = self.left_out
+        if not (lost or back) or not self.worker.owns_rank_0:
+            return
+        names, step = ", ".join(map(str, sorted(lost or back))), self.worker.completed
+        say(
+            f"the batches that the script of replica {names} had in memory are lost with it:"
+            f" from step {step} on gradients are those of the other replicas,"
+            f" divided by {self._width} as before, or by their tokens (calculate_per_token_loss)"
+            if lost
+            else f"replica {names} has batches again, and adds to gradients from step {step} on"
+        )
 
 
 def stage_in(flow: Dataflow | PipelineFlow, slot: int) -> int | None:
@@ -306,7 +305,8 @@ class SealedCall:
 
     def deliver(self, first: int, replica: int, number: int) -> None:
         """The next batch is a replica's ``number``-th."""
-        self._reads = _decoded(self._batches[self._place(replica)][number])
+        batch, whole = self._batches[self._place(replica)][number], self._seal.values.whole
+        self._reads = [[name, how, whole(one, _WHAT)] for name, how, one in decode(batch, _WHAT)]
         self._due = deque(self._reads)
 
     def _place(self, replica: int) -> int:

@@ -449,8 +449,8 @@ class Microbatches:
         return fewer.renumbered(numbers, num_microbatches=count)
 
     def is_rehearsed(self, num_microbatches: int) -> bool:
-        """Return whether a call of this number of micro-batches is run twice, dealt otherwise."""
-        return self._first_step.is_due(self.dealt(num_microbatches))
+        """Return whether others run some of a call's micro-batches as well, as in a first step."""
+        return bool(self._worker.untried) or self._first_step.is_due(self.dealt(num_microbatches))
 
     def finish(self) -> None:
         """Nothing is run any more."""

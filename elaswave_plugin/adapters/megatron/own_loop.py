@@ -63,6 +63,8 @@ class OwnLoop(ElasticJob):
     _why_whole = "the script's iterator gives whole micro-batches"
     # Of the numbers that the script makes by itself, for the sentence that names their lines.
     _advice = OWN_NUMBERS_ADVICE
+    # Of batches in memory, once there are any.
+    _seal: InputSeal | None = None
 
     def __init__(
         self,
@@ -72,9 +74,11 @@ class OwnLoop(ElasticJob):
         patches: PatchSet,
         saves: WholeSaves,
         call: dict[str, Any],
+        knows_all: bool,
     ) -> None:
         """``call``: what the first call of forward_backward that trains is given.
 
+        ``knows_all``: whether a worker that comes later knows what others returned before it.
         Collective over WORLD. Raises ConfigurationError for what is not carried.
         """
         width = parallel_state.get_data_parallel_world_size()
@@ -90,7 +94,8 @@ class OwnLoop(ElasticJob):
         super().__init__(config, sizes, patches=patches, saves=saves, worker=worker)
         # Of the launch: its script stays that of this replica, also where others run its passes.
         self.replica = parallel_state.get_data_parallel_rank()
-        self._place = (
+        self.model_parallel = sizes.model_parallel
+        self.place = (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
         )
@@ -105,8 +110,7 @@ class OwnLoop(ElasticJob):
         self._streams = Streams()
         self.shares = LostShares(worker)
         """Of lost replicas, in what is reported here."""
-        self._seal: InputSeal | None = None
-        self._reports: list[Any] = []
+        self._knows_all, self._reports = knows_all, list[Any]()
         self._has_left_out = self._has_told_first = False
         self._late = LateSums(
             self._worker.links, width=self.width, members=self._worker.groups.made_of
@@ -134,8 +138,9 @@ class OwnLoop(ElasticJob):
         self._leave_at_exit()
 
     def _made_loop(self, steps: GuardedSteps) -> tuple[CallLog, LoopBody]:
-        told = RecordTold(self._worker, self._calls, place=self._place)
-        loop = CallLog(steps, knowledge=told, passes=True)
+        source = self.place[1], self.replica
+        self._told = RecordTold(self._worker, self._calls, place=self.place, source=source)
+        loop = CallLog(steps, knowledge=self._told, passes=True)
         loop.after_recovery += [ScriptRun(self._worker).follow, self._tell_first]
         body = LoopBody(loop, self._calls, scale=self.shares.scale, on_sum=self.shares.note_sum)
         return loop, body
@@ -165,6 +170,11 @@ class OwnLoop(ElasticJob):
     def is_behind(self) -> bool:
         """True while the script is at what the others have behind them."""
         return self._worker.detached or self._loop.is_lagging
+
+    @property
+    def is_inside(self) -> bool:
+        """True within a call, where passes run."""
+        return self._loop.is_inside
 
     @property
     def has_place(self) -> bool:
@@ -254,6 +264,8 @@ class OwnLoop(ElasticJob):
             )
         with self._body.closed():
             if forward_only:
+                if isinstance(stream, SealedCall):
+                    self._tell_alike()
                 evaluate = partial(self._loop.run, work, phase="evaluation")
                 returned = self._calls.of("an evaluation", evaluate)
             else:
@@ -417,7 +429,7 @@ class OwnLoop(ElasticJob):
             sums = {"are_sums": self._late.are_any}
             own = self.shares.reported(told, replica=self.replica, of=of, **sums)
         # At the launch, stages before the last one have none.
-        is_last = self._place[1] == self._sizes.model_parallel[1] - 1
+        is_last = self.place[1] == self.model_parallel[1] - 1
         return own if is_last else []
 
     def _run_their_own(self, of: Callable[[int], Sequence[int]], count: int) -> bool:
@@ -471,6 +483,15 @@ class OwnLoop(ElasticJob):
                 self._loop.step(attempt)
         return returned
 
+    def _tell_alike(self) -> None:
+        """An evaluation tells this script of its own samples: others of its replica know it."""
+        self._told.why_alike = (
+            "its script evaluates batches that it has in memory, and what that has told it cannot"
+            " be had again; set respawn to 0, and the others go on without it"
+        )
+        if self.model_parallel[0] == 1 or not self._knows_all:
+            self._calls.end(self._told.why_alike)
+
     # ---- the data -------------------------------------------------------------------------------
 
     def _stream_of(self, iterator: Any) -> ReplicaStream | None:
@@ -515,19 +536,25 @@ class OwnLoop(ElasticJob):
                 self._worker,
                 replica=self.replica,
                 num_replicas=self.width,
-                stage=self._place[1],
-                num_stages=self._sizes.model_parallel[1],
+                stage=self.place[1],
+                num_stages=self.model_parallel[1],
             )
             self._positions.follow(self._seal)
+            if not self._worker.config.respawn:
+                self._calls.end("no worker comes later")
+            if not self._knows_all:
+                self._tell_alike()
             # Its weights may leave the device for the next rollout.
             self._worker.state.seals_beside = False
-            self._calls.end(
-                "its script makes batches in memory from what the model is by then; set respawn to"
-                " 0, and the others go on without it"
-            )
         return SealedCall(
             self._seal,
-            drawn(iterator, count, forward_step=forward_step_func, chunk=chunks_of(model)[0]),
+            drawn(
+                iterator,
+                count,
+                forward_step=forward_step_func,
+                chunk=chunks_of(model)[0],
+                values=self._seal.values,
+            ),
             trains=trains,
             flow=partial(self._microbatches.dealt, count * self.width),
             is_rehearsed=lambda: self._microbatches.is_rehearsed(count * self.width),

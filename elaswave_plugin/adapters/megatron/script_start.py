@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from elaswave_plugin.adapters.megatron.compat.cpu_patches import cpu_patches
 from elaswave_plugin.adapters.megatron.compat.patches import elastic_patches
@@ -23,11 +24,22 @@ from elaswave_plugin.around import around, is_of_a_framework
 from elaswave_plugin.command_line import add_arguments, from_namespace
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.loops.calls_before import CallsBefore
+from elaswave_plugin.loops.evaluations_before import EvaluationsBefore
 from elaswave_plugin.recovery.worker import Worker
 from elaswave_plugin.trainer.fatal import ends_in_a_sentence
+from elaswave_plugin.values.set_within import set_within
 from elaswave_plugin.words import FLAG, check_options
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+# By which a script asks for its part of the model; None: by others of these.
+_PLACE: tuple[tuple[str, Callable[[OwnLoop], int] | None], ...] = (
+    ("get_tensor_model_parallel_rank", lambda loop: loop.place[0]),
+    ("get_pipeline_model_parallel_rank", lambda loop: loop.place[1]),
+    ("get_tensor_model_parallel_world_size", lambda loop: loop.model_parallel[0]),
+    ("get_pipeline_model_parallel_world_size", lambda loop: loop.model_parallel[1]),
+    ("is_pipeline_first_stage", None),
+    ("is_pipeline_last_stage", None),
+)
 
 
 def _is_before_a_load() -> bool:
@@ -38,6 +50,17 @@ def _is_before_a_load() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _is_whole() -> bool:
+    """Return whether a worker alone has all of a stage."""
+    return int(parallel_state.get_tensor_model_parallel_world_size()) == 1
+
+
+def _source() -> tuple[int, int]:
+    """Return the stage and the replica of this worker, which reports are of."""
+    replica = parallel_state.get_data_parallel_rank()
+    return int(parallel_state.get_pipeline_model_parallel_rank()), int(replica)
 
 
 class ReplicaNumber(int):
@@ -84,8 +107,11 @@ class ScriptStart:
         self._saves.comes_later = lambda: self._worker.detached
         name_what_is_missing(self._worker.groups)
         self._patches.apply()
+        # Whether the script asks what is answered by more of such questions.
+        self._is_asked = False
         self.loop: OwnLoop | None = None
         """The loop of the script; None before it trains."""
+        self._evaluations = EvaluationsBefore(self._worker)
         self._before = CallsBefore(self._worker, is_own=lambda: bare_collective() is not None)
         self._unbound = Unbound(
             lambda optimizer: _is_before_a_load(),
@@ -124,6 +150,14 @@ class ScriptStart:
                     ("rank", self._replica_of_launch),
                 )
             ),
+            *(
+                record(
+                    f"megatron.core.parallel_state:{name}",
+                    around(partial(self._place_of_launch, answer)),
+                    "a script is told of its own part, also where its worker has none, or another",
+                )
+                for name, answer in _PLACE
+            ),
             record(
                 "megatron.core.parallel_state:destroy_model_parallel",
                 around(self._kept),
@@ -143,7 +177,8 @@ class ScriptStart:
     def _schedule(self, native: Callable[..., Any], **kwargs: Any) -> Any:
         forward_only = kwargs.pop("forward_only", False)
         if self.loop is None and forward_only:
-            return native(forward_only=True, **kwargs)
+            evaluate = partial(native, forward_only=True, **kwargs)
+            return evaluate() if _is_whole() else self._evaluations.of(_source(), evaluate)
         if self.loop is None:
             self._unbound.stop()
             self._before.end()
@@ -153,6 +188,7 @@ class ScriptStart:
                 patches=self._patches,
                 saves=self._saves,
                 call=kwargs,
+                knows_all=self._evaluations.end(_source()),
             )
         return self.loop.call(native, forward_only=forward_only, **kwargs)
 
@@ -177,6 +213,22 @@ class ScriptStart:
             return native(*args, **kwargs)
         self.loop.shares.ask_replicas()
         return self.loop.width
+
+    def _place_of_launch(
+        self,
+        answer: Callable[[OwnLoop], int] | None,
+        native: Callable[..., Any],
+        *args: Any,
+        **how: Any,
+    ) -> Any:
+        """Answer between the calls; inside of them a pass asks for what its worker has now."""
+        is_asked = self._is_asked or not is_of_a_framework()
+        if self.loop is None or self.loop.is_inside or not is_asked:
+            return native(*args, **how)
+        if answer is not None:
+            return answer(self.loop)
+        with set_within(self, "_is_asked", True):
+            return native(*args, **how)
 
     def _replica_of_launch(self, native: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         loop = self.loop
