@@ -32,12 +32,12 @@ class LoopBody:
         record: CallRecord | None = None,
         *,
         scale: Callable[[Sequence[int]], float] = lambda members: 1.0,
-        on_sum: Callable[[], object] = lambda: None,
+        on_sum: Callable[[Sequence[int]], object] = lambda members: None,
     ) -> None:
         """``record``: what these calls return is noted there, for those who come later.
 
         ``scale(members)``: what makes a mean over a group's members that of the launch;
-        ``on_sum()`` is called for each all-reduce.
+        ``on_sum(members)`` is called for each all-reduce.
         """
         self._loop = loop
         self._record = record
@@ -185,7 +185,7 @@ class LoopBody:
     def _scaled(self, group: Any, call: str, args: Sequence[Any], work: Any) -> Any:
         """Make a mean over fewer workers than at the launch that of these."""
         if call == "allreduce":
-            self._on_sum()
+            self._on_sum(group.members)
         is_mean = call == "allreduce" and group.reduction(*args[1:2]) == "AVG"
         if is_mean and (scale := self._scale(group.members)) != 1.0:
             work.wait()

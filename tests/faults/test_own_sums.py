@@ -22,6 +22,17 @@ _SHOWS = """\
         pairs = torch.stack([one["loss and tokens"] for one in losses]).sum(0)
         torch.distributed.all_reduce(pairs, group=group)
 """
+# As ms-swift does it from its logging_steps on.
+_SHOWS_SECONDS = """\
+        added = added if iteration and iteration % 2 == 0 else torch.zeros(2)
+        if parallel_state.is_pipeline_last_stage():
+            added += torch.stack([one["loss and tokens"] for one in losses]).sum(0)
+        if iteration % 2 == 0 and parallel_state.is_pipeline_last_stage():
+            group = parallel_state.get_data_parallel_group()
+            torch.distributed.all_reduce(added, group=group)
+            shown = " ".join(f"{float(one):.9g}" for one in added)
+            print(f"shown {iteration} {shown}\\n", end="")
+"""
 _SHOWS_LOSSES = """\
         group = parallel_state.get_data_parallel_group()
         mine = torch.stack([one["lm loss"] for one in losses]).mean()
@@ -145,6 +156,71 @@ def test_a_sum_behind_a_loss_that_met_the_update_lacks_a_share_once(
             assert numbers == pytest.approx([share * one for one in wanted[step][0]], rel=0.02)
     said = "worker 1 was lost behind forward_backward, and what the script sums"
     assert survived.output.count(said) == 1
+
+
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")
+@pytest.mark.parametrize(("sizes", "slot"), [((), 1), (TP2, 3), (PP2, 3)])
+def test_a_sum_over_several_steps_lacks_the_earlier_ones_of_a_lost_worker(
+    run: Launch, tmp_path: Path, sizes: tuple[str, ...], slot: int
+) -> None:
+    """It is told, as a mean of every second step's log is of fewer tokens than the steps had."""
+    script = own_loop.write(tmp_path, *reporting(_PAIR, _SHOWS_SECONDS, prints=""))
+    # Steps 1 and 2 are shown together.
+    spec = replace(spec_of(slot, "backward"), script=script, options=(SEED, *sizes))
+    survived = run(spec)
+    check_survived(survived)
+    replicas = 2 if sizes else 4
+    # With tensor parallelism the other half of each worker is not lost, nor what it has summed.
+    tokens = {step: min(one[1] for one in numbers) for step, numbers in shown(survived).items()}
+    assert tokens[2] == tokens[4] * (2 * replicas - 1) / (2 * replicas)
+    said = f"worker {slot} was lost since the script has summed over its replicas"
+    assert survived.output.count(said) == 1
+    assert survived.output.count("that share, once") == 1
+    assert len(survived.events("view_committed")) == 2
+
+
+# The fraction of tokens that a policy's update has clipped, say: of a micro-batch, of a replica's
+# sums, and of its samples.
+_CLIPPED = "    clipped = (output.detach() > 5.5).float()\n"
+RATIOS = {
+    "of micro-batches": (
+        '    reported = {"ratio": clipped.mean()}\n',
+        'torch.stack([one["ratio"] for one in losses]).mean()',
+    ),
+    "of sums": (
+        '    reported = {"pair": torch.stack([clipped.sum(), tokens.float()])}\n',
+        'torch.stack([one["pair"] for one in losses]).sum(0)',
+    ),
+    "of samples": (
+        '    reported = {"all": clipped.flatten()}\n',
+        'torch.cat([one["all"] for one in losses]).mean()',
+    ),
+}
+_MEAN = """\
+        mine = {value}
+        mine = mine[0] / mine[1] if mine.ndim else mine
+        group = parallel_state.get_data_parallel_group()
+        torch.distributed.all_reduce(pairs := mine.clone(), group=group)
+        pairs = [pairs / parallel_state.get_data_parallel_world_size()]
+"""
+
+
+@proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_mean_of_ratios_is_the_launchs_or_its_line_is_named(
+    run: Launch, reference: Reference, tmp_path: Path, ratio: str
+) -> None:
+    report, value = RATIOS[ratio]
+    changes = reporting(_CLIPPED + report, _MEAN.format(value=value))
+    spec = replace(spec_of(1, "backward"), script=own_loop.write(tmp_path, *changes))
+    survived, undisturbed = run(spec), reference(spec.undisturbed())
+    check_equal(survived, undisturbed)
+    wanted = shown(undisturbed)
+    is_linear = ratio == "of micro-batches"
+    for step, found in shown(survived).items():
+        for numbers in found if step < 2 or is_linear else ():
+            assert numbers == pytest.approx(wanted[step][0], rel=ROUNDING), step
+    assert ("may show the loss" in survived.output) == (not is_linear)
 
 
 @proves(Kind.KILL, Promise.GOES_ON, victim="1", moment="2:backward")

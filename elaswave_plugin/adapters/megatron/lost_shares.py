@@ -30,25 +30,37 @@ class LostShares:
         self._is_width_asked = self._are_replicas_asked = False
         # Whether it sums over workers in its loop; otherwise it shows what is its own.
         self._are_summed = False
-        # The workers whose share is in what the script was told last.
+        # The workers whose share is in what the script was told last, and since it summed last.
         self._told_of = worker.ranks
+        self._told_since: set[int] = set()
         self.are_reported = False
         """Whether the last call's were losses, so that whatever is summed of them is right."""
 
     def note_told(self) -> None:
         """Note that the script is told losses, in which the share of each worker is."""
         self._told_of = self._worker.ranks
+        self._told_since.update(self._told_of)
 
-    def note_sum(self) -> None:
+    def note_sum(self, members: Sequence[int]) -> None:
         """Note that the script sums over workers in its loop; say where one lacks a share."""
         self._are_summed = True
-        lost = sorted({*self._told_of} - {*self._worker.ranks})
+        launched, there = self.data_parallel()
+        if not {*there} <= {*members}:
+            return
+        lost = {*launched} - {*there}
+        behind, earlier = sorted(lost & {*self._told_of}), sorted(lost & self._told_since)
         self._told_of = self._worker.ranks
-        if lost and self._worker.owns_rank_0:
-            say(
-                f"worker {', '.join(map(str, lost))} was lost behind forward_backward, and what the"
-                f" script sums of its losses lacks that share, once: {OWN_NUMBERS_ADVICE}"
-            )
+        self._told_since.clear()
+        if not earlier or self._worker.slot != there[0]:
+            return
+        when, what = "behind forward_backward", "what the script sums of its losses lacks"
+        if not behind:
+            when = "since the script has summed over its replicas"
+            what = "a sum of losses that it has added up over several steps lacks"
+        say(
+            f"worker {', '.join(map(str, behind or earlier))} was lost {when}, and {what} that"
+            f" share, once: {OWN_NUMBERS_ADVICE}"
+        )
 
     def ask_width(self) -> None:
         """Note that the script asks in its loop how many workers there are."""
