@@ -24,7 +24,7 @@ from elaswave_plugin.core.planner.layer_times import (
     PassTimes,
     agreed,
 )
-from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.core.step.simulate import LinkTime
 
 HELD_BYTES = [123456789.0 if part == LAYER else 0.0 for part in PARTS]
@@ -185,12 +185,11 @@ def test_without_a_measured_layer_nothing_counts() -> None:
 
 
 def test_times_only_scale_a_plan_of_equal_layers() -> None:
-    level = partial(
-        level_layers, launch_cuts=LAYOUT.cuts, num_microbatches=8, policy="auto", move_workers=False
-    )
+    level = partial(flow_of, launch_cuts=LAYOUT.cuts, num_microbatches=8)
     lost = LAYOUT.without([0])
     assumed, measured = LayerTimes(), LayerTimes(layer=(0.004, 0.008), is_measured=True)
-    assert level(lost, assumed).cuts == level(lost, measured).cuts == (0, 4, 12)
+    for times in (assumed, measured):
+        assert level(layout=lost, times=times).layout.cuts == (0, 4, 12)
     flow = flow_of(layout=lost, num_microbatches=8, times=measured)
     unit = flow_of(layout=lost, num_microbatches=8, times=LayerTimes(is_measured=True))
     assert flow.compute_s == pytest.approx(0.004 * (unit.compute_s or 0))
@@ -200,14 +199,12 @@ def test_times_only_scale_a_plan_of_equal_layers() -> None:
 def test_a_heavy_head_keeps_layers_at_the_first_stage() -> None:
     def cuts(**more: tuple[float, float]) -> tuple[int, ...]:
         times = LayerTimes(layer=(1.0, 2.0), is_measured=True, **more)
-        return level_layers(
-            LAYOUT.without([0]),
-            times,
+        return flow_of(
+            layout=LAYOUT.without([0]),
+            times=times,
             launch_cuts=LAYOUT.cuts,
             num_microbatches=16,
-            policy="auto",
-            move_workers=False,
-        ).cuts
+        ).layout.cuts
 
     # One worker against two: a layers and front against half of 12 - a layers and behind.
     assert cuts(tail=(3.0, 6.0)) == (0, 5, 12)

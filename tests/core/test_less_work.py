@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave_plugin.core.layout.layout import launch_layout
+from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.costs import StateBytes, deal_within
 from elaswave_plugin.core.planner.less_work import less_work
 from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow, flow_of
@@ -128,9 +128,11 @@ def test_limits_are_part_of_a_deal_until_there_are_none() -> None:
     layout = launch_layout(tp=1, pp=2, dp=2, num_layers=4)
     asked: list[dict[str, float]] = []
 
-    def partition(layout: object, times: object, slow: object, **more: float) -> object:
+    def partition(
+        *, layout: ParallelLayout, times: object, slow: object, **more: float
+    ) -> PipelineFlow:
         asked.append(more)
-        return layout
+        return flow_of(layout=layout, num_microbatches=4)
 
     grid = GridPlacement.at_launch(layout, groups={}, units={}, partition=partition)
     limited = grid.within({3: 1.5, 1: 1.25})

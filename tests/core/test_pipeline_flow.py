@@ -17,7 +17,6 @@ from elaswave_plugin.core.planner.pipeline_flow import (
     Policy,
     SplitBackward,
     flow_of,
-    level_layers,
 )
 from elaswave_plugin.core.step.dataflow import Samples
 from elaswave_plugin.core.step.schedule import BACKWARD, FORWARD, WEIGHTS, peak_in_flight
@@ -139,17 +138,9 @@ def test_nobody_holds_more_than_there_is_room_for(
     assume(layout is not None and not layout.is_rectangular)
     assert layout is not None
     work = {"num_microbatches": rounds * dp, "micro_batch_size": size, "activation_room": room}
-    if moves:
-        layout = level_layers(
-            layout,
-            LayerTimes(),
-            launch_cuts=layout.cuts,
-            policy="auto",
-            split_backward=split,
-            move_workers=True,
-            **work,
-        )
-    flow = flow_of(layout=layout, split_backward=split, **work)
+    may_move = {"launch_cuts": layout.cuts, "move_workers": True} if moves else {}
+    flow = flow_of(layout=layout, split_backward=split, **work, **may_move)
+    layout = flow.layout
     for stage, groups in enumerate(layout.stages):
         start, stop = layout.layers(stage)[0]
         for slot in (group.slots[0] for group in groups):
@@ -178,15 +169,14 @@ def test_layers_move_as_split_backwards_want_it(
     times = LayerTimes(layer=(0.02, 0.04), link=(0.0005, 0.0005), is_measured=True)
     seconds = []
     for splits in ("never", "auto"):
-        layout = level_layers(
-            launch.without(lost),
-            times,
+        layout = flow_of(
+            layout=launch.without(lost),
+            times=times,
             launch_cuts=launch.cuts,
             num_microbatches=dp * rounds,
-            policy="auto",
             split_backward=splits,
             move_workers=True,
-        )
+        ).layout
         flow = flow_of(
             layout=layout, num_microbatches=dp * rounds, times=times, split_backward="auto"
         )

@@ -7,6 +7,7 @@ from elaswave_plugin.core.layout.group_rules import coordinates_of, grown_coordi
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.layout.layout_delta import layout_delta, layout_with
 from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import LayoutError
@@ -16,14 +17,14 @@ LAUNCH = launch_layout(tp=2, pp=2, dp=3, num_layers=8, reserve=1)
 WORKERS = range(16)
 
 
-def moved(layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> ParallelLayout:
+def moved(*, layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> PipelineFlow:
     """Workers and layers go to and fro, as what was measured says."""
     if layout.is_rectangular:
-        return layout.recut(LAUNCH.cuts)
+        return flow_of(layout=layout.recut(LAUNCH.cuts), num_microbatches=4)
     wide = layout.widths.index(max(layout.widths))
     if times.layer[0] > 1 and layout.widths[wide] > layout.widths[1 - wide]:
         layout = layout.moved(source=wide, target=1 - wide)
-    return layout.recut((0, round(times.layer[0]) + 1, 8))
+    return flow_of(layout=layout.recut((0, round(times.layer[0]) + 1, 8)), num_microbatches=4)
 
 
 @settings(max_examples=80, deadline=None)

@@ -11,6 +11,7 @@ from elaswave_plugin.core.layout.group_rules import coordinates_of, members_of, 
 from elaswave_plugin.core.layout.layout import FreeWorker, ParallelLayout, launch_layout
 from elaswave_plugin.core.layout.reserve import built_among
 from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, GridPlacement
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import ConfigurationError, LayoutError
@@ -126,7 +127,10 @@ def test_without_a_replica_for_each_stage_the_job_ends_with_the_reason() -> None
 
 
 def test_units_go_with_the_cuts() -> None:
-    moving = replace(grid(), partition=lambda layout, *_: layout.recut((0, 1, 4)))
+    def first_has_one(*, layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> PipelineFlow:
+        return flow_of(layout=layout.recut((0, 1, 4)), num_microbatches=4)
+
+    moving = replace(grid(), partition=first_has_one)
     moved = moving.after(range(1, 8))
     assert [shard_group.units for shard_group in moved.shard_groups] == 2 * [(1, 0)] + 2 * [
         (5, 4, 3, 2)
@@ -169,8 +173,8 @@ def test_a_view_of_the_same_members_moves_nothing() -> None:
     layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8)
     units = dict.fromkeys(range(1, 9), 10)
 
-    def back(after: ParallelLayout, times: LayerTimes, slow: Slowness) -> ParallelLayout:
-        return after.recut(layout.cuts)
+    def back(*, layout: ParallelLayout, times: LayerTimes, slow: Slowness) -> PipelineFlow:
+        return flow_of(layout=layout.recut((0, 4, 8)), num_microbatches=4)
 
     grid = GridPlacement.at_launch(layout, groups={}, units=units, partition=back)
     moved = grid.recut((0, 5, 8))

@@ -9,14 +9,14 @@ import pytest
 
 from elaswave_plugin.core.layout.group_rules import coordinates_of, members_of, rule_of
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
-from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.planner.pipeline_flow import flow_of
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement, Partition
 
 LAUNCH = launch_layout(tp=2, pp=2, dp=2, num_layers=4)
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "pp": (0, 4), "model": (0, 1, 4, 5)}
 WORK = {"num_microbatches": 4, "policy": "auto"}
 PIPELINE = rule_of((0, 4), LAUNCH)
-LEVEL: Partition = partial(level_layers, launch_cuts=LAUNCH.cuts, move_workers=True, **WORK)
+LEVEL: Partition = partial(flow_of, launch_cuts=LAUNCH.cuts, move_workers=True, **WORK)
 
 
 def at_launch(partition: Partition | None) -> GridPlacement:

@@ -21,7 +21,7 @@ from elaswave_plugin.core.planner.payback import (
     gain_of_view,
     more_sums,
 )
-from elaswave_plugin.core.planner.pipeline_flow import flow_of, level_layers
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow, flow_of
 from elaswave_plugin.core.planner.prediction import StepWork
 from elaswave_plugin.core.planner.slot_time import slot_flow
 from elaswave_plugin.core.recovery_plan.placement import FlatPlacement, GridPlacement
@@ -119,15 +119,9 @@ def test_no_plan_is_slower_than_the_even_deal(
 
 
 def level(layout: ParallelLayout, slow: dict[int, float]) -> ParallelLayout:
-    return level_layers(
-        layout,
-        TIMES,
-        slow,
-        launch_cuts=PP2.cuts,
-        num_microbatches=16,
-        policy="auto",
-        move_workers=False,
-    )
+    return flow_of(
+        layout=layout, times=TIMES, slow=slow, launch_cuts=PP2.cuts, num_microbatches=16
+    ).layout
 
 
 def test_the_stage_of_a_slow_worker_has_fewer_layers_until_it_is_over() -> None:
@@ -163,17 +157,9 @@ def remedies(
 ) -> tuple[bool, bool, tuple[float, ...]]:
     """Of a plan that may do all: who is slow has less to do, layers have moved, and the clocks."""
     table = ClockTable(clocks=(0.8, 0.9, 1.0, 1.1, 1.2))
-    moved = level_layers(
-        layout,
-        TIMES,
-        slow,
-        launch_cuts=layout.cuts,
-        num_microbatches=num_microbatches,
-        policy="auto",
-        move_workers=False,
-    )
     flow = flow_of(
-        layout=moved,
+        layout=layout,
+        launch_cuts=layout.cuts,
         num_microbatches=num_microbatches,
         times=TIMES,
         slow=slow,
@@ -182,7 +168,7 @@ def remedies(
     )
     counts = [len(flow.microbatches(slot)) for slot in layout.workers]
     less = all(counts[slot] < num_microbatches / layout.dp for slot in slow)
-    return less, moved.cuts != layout.cuts, flow.clocks
+    return less, flow.layout.cuts != layout.cuts, flow.clocks
 
 
 @pytest.mark.parametrize(
@@ -247,8 +233,9 @@ def test_of_very_wide_stages_a_slow_worker_counts_by_its_speed() -> None:
 
 
 def test_a_seating_tells_who_is_slow_and_moves_nothing_for_the_same_ones() -> None:
-    def move_all(layout: ParallelLayout, times: LayerTimes, slow: object) -> ParallelLayout:
-        return layout.recut((0, 1, 12) if slow else (0, 6, 12))
+    def move_all(*, layout: ParallelLayout, times: LayerTimes, slow: object) -> PipelineFlow:
+        moved = layout.recut((0, 1, 12) if slow else (0, 6, 12))
+        return flow_of(layout=moved, num_microbatches=4)
 
     units = dict.fromkeys(range(14), 10)
     grid = GridPlacement.at_launch(PP2, groups={}, units=units, partition=move_all)

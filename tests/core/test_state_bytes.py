@@ -1,6 +1,6 @@
 """Plans by bytes: nobody holds more state and activations than there is memory for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,6 @@ from elaswave_plugin.core.planner.pipeline_flow import (
     PipelineFlow,
     SplitBackward,
     flow_of,
-    level_layers,
 )
 from elaswave_plugin.core.step.schedule import peak_in_flight
 from elaswave_plugin.errors import ConfigurationError
@@ -41,16 +40,16 @@ def most_bytes(layout: ParallelLayout, size: int, limit: float, **more: object) 
     split: SplitBackward = "auto" if more.pop("splits", False) else "never"
     work = {"num_microbatches": 4 * layout.dp, "micro_batch_size": size}
     state = state_of(layout.num_layers, limit)
-    layout = level_layers(
-        layout,
-        TIMES,
+    flow = flow_of(
+        layout=layout,
+        times=TIMES,
         launch_cuts=layout.cuts,
-        policy="auto",
         move_workers=True,
+        split_backward=split,
         state=state,
         **work,
     )
-    flow = flow_of(layout=layout, times=TIMES, split_backward=split, state=state, **work)
+    layout = flow.layout
     most = 0.0
     for stage, groups in enumerate(layout.stages):
         start, stop = layout.layers(stage)[0]
@@ -135,11 +134,11 @@ def chunk_bytes(flow: PipelineFlow, stage: int, slot: int) -> float:
     return elements * (6 + 12 / layout.widths[stage]) + held
 
 
-@pytest.mark.parametrize("plan", [flow_of, level_layers])
-def test_what_a_device_is_thought_to_have_ends_no_job(plan: Callable[..., object]) -> None:
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_a_device_is_thought_to_have_ends_no_job(*, moves: bool) -> None:
     layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8).without([0])
-    moves = {"launch_cuts": layout.cuts, "move_workers": False} if plan is level_layers else {}
-    planned = partial(plan, layout=layout, times=TIMES, num_microbatches=8, policy="auto", **moves)
+    cuts = layout.cuts if moves else None
+    planned = partial(flow_of, layout=layout, times=TIMES, num_microbatches=8, launch_cuts=cuts)
     small = state_of(8, 100)
     with pytest.raises(ConfigurationError):
         within_memory(small, planned)
@@ -188,15 +187,13 @@ def test_layers_whose_weights_take_too_long_to_move_stay() -> None:
     def cuts(byte_s: float) -> tuple[int, ...]:
         layout = launch_layout(tp=1, pp=2, dp=2, num_layers=8).without([0])
         times = LayerTimes(byte_s=byte_s, is_measured=True)
-        return level_layers(
-            layout,
-            times,
+        return flow_of(
+            layout=layout,
+            times=times,
             launch_cuts=layout.cuts,
-            policy="auto",
-            move_workers=False,
             num_microbatches=16,
             state=state_of(8, float("inf")),
-        ).cuts
+        ).layout.cuts
 
     # 40 bytes of weights a layer.
     assert cuts(0.0) == cuts(0.1) == (0, 3, 8) and cuts(3.0) == (0, 4, 8)

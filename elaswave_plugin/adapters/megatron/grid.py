@@ -20,7 +20,7 @@ from elaswave_plugin.config import ElasticConfig, parse_clocks
 from elaswave_plugin.core.layout.layout import ParallelLayout, launch_layout
 from elaswave_plugin.core.planner.costs import StateBytes, within_memory
 from elaswave_plugin.core.planner.dvfs import ClockTable
-from elaswave_plugin.core.planner.pipeline_flow import SplitBackward, flow_of, level_layers
+from elaswave_plugin.core.planner.pipeline_flow import SplitBackward, flow_of
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.recovery.clocks import clocks_for
@@ -96,17 +96,13 @@ class Grid:
         room = _activation_room(worker.config, self.layout, on_gpu=gpu is not None)
         work["activation_room"] = room
         whole = next((one.whole for one in stages if one.whole), None)
-        splits = _split_backward(worker.config, whole)
+        work["split_backward"] = _split_backward(worker.config, whole)
+        work |= _clock_limits(worker.config, workers=len(self.layout.workers) + worker.reserve)
+        self.deal = partial(within_memory, state, flow_of, **work)
         partition = None
         if _moves_layers(worker.config, layers_stay, num_stages=len(self.layout.stages)):
             partition = partial(
-                within_memory,
-                state,
-                level_layers,
-                launch_cuts=self.layout.cuts,
-                **work,
-                split_backward=splits,
-                move_workers=workers_stay is None,
+                self.deal, launch_cuts=self.layout.cuts, move_workers=workers_stay is None
             )
         self.placement = GridPlacement.at_launch(
             self.layout,
@@ -116,11 +112,9 @@ class Grid:
             why_workers_stay=workers_stay,
             why_layers_stay=_why_layers_stay(worker.config, layers_stay),
         )
-        more = _clock_limits(worker.config, workers=len(self.layout.workers) + worker.reserve)
         worker.stopwatch.clocks = clocks_for(worker.config, gpu)
         if gpu is None and not worker.detached:
             worker.stopwatch.times.link_rate = measure_link()
-        self.deal = partial(within_memory, state, flow_of, **work, split_backward=splits, **more)
 
 
 def _stages(worker: Worker, framework: MegatronFramework) -> list[Stage]:

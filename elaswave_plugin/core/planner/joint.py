@@ -38,6 +38,7 @@ from elaswave_plugin.core.planner.search import (
     Search,
     key_of,
     order_of,
+    plan_of,
 )
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.core.step.schedule import window_sizes
@@ -293,14 +294,21 @@ class _Choice:
             *([] if stay is None else [stay]),
             *routed,
         ]
-        found = [
-            replace(one, seconds=search.seconds(one, search.speeds, splits=True))
-            for one in {key_of(one): one for one in best}.values()
-        ]
+        found = self._split(best)
         stay = min((one for one in found if search.stays(one)), key=order_of, default=None)
+        chosen = min((self._rated(one, stay) for one in found), key=_rating)
+        # The few may leave out an order of what turns out to be the best place of all.
+        found += self._split(one for one in rated if plan_of(one) == plan_of(chosen))
         chosen = min((self._rated(one, stay) for one in found), key=_rating)
         gains = chosen.seconds < rated[0].seconds * (1 - self._rules.least_gain)
         return chosen if gains else None
+
+    def _split(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        search = self._search
+        return [
+            replace(one, seconds=search.seconds(one, search.speeds, splits=True))
+            for one in {key_of(one): one for one in candidates}.values()
+        ]
 
     def _clocks(self, chosen: Candidate, seconds: float, *, splits: bool) -> ClockChoice | None:
         """Clocks for the chosen plan, which takes ``seconds`` at the present ones."""

@@ -78,7 +78,8 @@ class PipelineFlow:
     A piece is one micro-batch of ``micro_batch_size`` samples, unless ``policy`` is resize.
     Micro-batch k always belongs to replica k mod ``layout.dp`` of the launch. ``windows``: slots in
     flight at each stage. Not compared: ``reasons`` for this deal; ``times`` of layers for which it
-    is made; ``compute_s``, the simulated seconds of the operations, if these times were measured.
+    is made; ``compute_s``, the simulated seconds of the operations, if these times were measured;
+    ``most_held``, the samples times layers that a worker may hold in flight, None: as usual.
     ``clocks`` of the stages; none: they are left alone. ``slow``: (slot, factor by which it takes
     longer) of the slow workers that it was dealt for. ``lists`` of operations in greedy
     order or with split backwards, which change no sum; none: by the window rule, or interleaved.
@@ -95,7 +96,7 @@ class PipelineFlow:
     slow: tuple[tuple[int, float], ...] = ()
     reasons: tuple[str, ...] = field(default=(), repr=False, compare=False)
     times: LayerTimes = field(default_factory=LayerTimes, repr=False, compare=False)
-    activation_room: float | None = field(default=None, repr=False)
+    most_held: float | None = field(default=None, repr=False, compare=False)
     state: StateBytes | None = field(default=None, repr=False, compare=False)
     compute_s: float | None = field(default=None, repr=False, compare=False)
     lists: OpLists = field(default=(), compare=False)
@@ -306,8 +307,12 @@ class PipelineFlow:
         """Return a predictor, and the samples that workers of each stage may hold."""
         layout = self.layout
         work = _work(layout, self.num_microbatches, self.micro_batch_size)
-        slow, room = dict(self.slow), self.activation_room
-        costs = _costs(layout, work, self.times, slow, room, self.state)
+        most_held = self.most_held
+        if most_held is None:
+            most_held = _most_held(layout, work, dict(self.slow), None)
+        costs = self.times.costs(
+            num_layers=layout.num_layers, most_held=most_held, state=self.state
+        )
         predictor = Predictor(costs, work, vpp=layout.vpp)
         return predictor, predictor.limits(tuple(map(range, layout.widths)), layout.cuts)
 
@@ -343,6 +348,9 @@ def flow_of(
     power_cap_w: float = float("inf"),
     activation_room: float | None = None,
     state: StateBytes | None = None,
+    launch_cuts: Sequence[int] | None = None,
+    move_workers: bool = False,
+    planned: PipelineFlow | None = None,
 ) -> PipelineFlow:
     """Deal a step's micro-batches over the live replicas of every stage, by simulated time.
 
@@ -351,98 +359,51 @@ def flow_of(
     ``slow``: the factor by which single workers take longer, by slot. With ``clocks``, stages may
     run at clocks other than 1 if one is narrower than at launch or has a slow worker; all workers
     together draw at most ``power_cap_w``. ``activation_room``: what a worker may hold, relative to
-    the first stage at launch; ``state``: everything in bytes.
-
-    Raises ConfigurationError if nothing fits in flight.
+    the first stage at launch; ``state``: everything in bytes. With ``launch_cuts`` layers may leave
+    stages with lost or slow workers, with ``move_workers`` replicas of wide stages too; ``layout``
+    of the flow says where all are. ``planned``: the flow that led to ``layout``, returned if it is
+    of as many micro-batches. Raises ConfigurationError if nothing fits in flight.
     """
+    if planned is not None and planned.num_microbatches == num_microbatches:
+        return planned
     times, slow = times or LayerTimes(), slow or {}
-    launch = _as_at_launch(layout, num_microbatches, micro_batch_size, times)
     work = _work(layout, num_microbatches, micro_batch_size)
+    every = (REDEAL, REROUTE, RESIZE) if may_resize else (REDEAL, REROUTE)
     # A plan counts TP groups.
-    rules = replace(
-        _rules(policy, may_resize=may_resize, split_backward=split_backward),
+    rules = PlanRules(
+        policies=every if policy == "auto" else (policy,),
+        move_layers=launch_cuts is not None,
+        move_workers=move_workers,
+        split_backward=split_backward != "never",
         clocks=clocks,
         power_cap_w=power_cap_w / layout.tp,
     )
-    planned = _planned(layout, work, times, rules, slow, activation_room, state)
-    if planned is None:
-        return launch
-    plan, slow = planned
+    found = _planned(layout, work, times, rules, slow, activation_room, state)
+    if found is None:
+        back = layout.recut(launch_cuts or layout.cuts)
+        return _as_at_launch(back, num_microbatches, micro_batch_size, times)
+    plan, slow, most_held = found
     pieces = plan_split(plan, work).assignment()
     chosen = () if plan.clocks is None else plan.clocks.clocks
-    stays = layout.is_rectangular and set(chosen) <= {1.0}
+    launch = _as_at_launch(plan.layout, num_microbatches, micro_batch_size, times)
+    stays = plan.layout.is_rectangular and set(chosen) <= {1.0}
     if stays and _samples(pieces) == _samples(launch.pieces):
         return launch
-    flow = PipelineFlow(
-        layout=layout,
-        num_microbatches=num_microbatches,
-        micro_batch_size=micro_batch_size,
+    flow = replace(
+        launch,
         policy=plan.chosen.choice.policy,
         pieces=pieces,
         windows=plan.chosen.windows,
         clocks=chosen,
         slow=tuple(sorted(slow.items())),
         reasons=(*plan.reasons, *(() if state is None else state.reasons())),
-        times=times,
-        activation_room=activation_room,
+        most_held=most_held,
         state=state,
         compute_s=plan.seconds if times.is_measured else None,
     )
     flow = flow.in_greedy_order() if plan.chosen.is_greedy else flow
     splits = plan.split_backward or split_backward == "always"
     return flow.with_split_backward() if splits else flow
-
-
-def level_layers(
-    layout: ParallelLayout,
-    times: LayerTimes,
-    slow: Slowness | None = None,
-    *,
-    launch_cuts: Sequence[int],
-    num_microbatches: int,
-    micro_batch_size: int = 1,
-    policy: Policy,
-    may_resize: bool = False,
-    split_backward: SplitBackward = "never",
-    move_workers: bool,
-    activation_room: float | None = None,
-    state: StateBytes | None = None,
-) -> ParallelLayout:
-    """Return the same workers, with layers moved away from stages with lost or slow workers.
-
-    With ``move_workers``, replicas of wide stages may also move to narrow ones. ``split_backward``
-    as in `flow_of`: it may change which layers are best. Everything stays if moving gains nothing,
-    and layers go back when every stage is whole and none is slow again.
-    Raises ConfigurationError where nothing fits in flight.
-    """
-    work = _work(layout, num_microbatches, micro_batch_size)
-    rules = _rules(
-        policy,
-        may_resize=may_resize,
-        split_backward=split_backward,
-        move_layers=True,
-        move_workers=move_workers,
-    )
-    planned = _planned(layout, work, times, rules, slow or {}, activation_room, state)
-    return layout.recut(launch_cuts) if planned is None else planned[0].layout
-
-
-def _rules(
-    policy: Policy,
-    *,
-    may_resize: bool,
-    split_backward: SplitBackward,
-    move_layers: bool = False,
-    move_workers: bool = False,
-) -> PlanRules:
-    """Return what a plan may do; by default nothing moves."""
-    every = (REDEAL, REROUTE, RESIZE) if may_resize else (REDEAL, REROUTE)
-    return PlanRules(
-        policies=every if policy == "auto" else (policy,),
-        move_layers=move_layers,
-        move_workers=move_workers,
-        split_backward=split_backward != "never",
-    )
 
 
 def _work(layout: ParallelLayout, num_microbatches: int, micro_batch_size: int) -> StepWork:
@@ -461,52 +422,41 @@ def _planned(
     slow: Slowness,
     room: float | None,
     state: StateBytes | None,
-) -> tuple[JointPlan, Slowness] | None:
-    """The best plan, and the slow ones that it spares; None where all go on as at launch.
+) -> tuple[JointPlan, Slowness, float] | None:
+    """The best plan, the slow ones that it spares, and what a worker may hold by it.
 
-    Where no plan that spares them fits, they have as much to do as the others.
+    None where all go on as at launch. Where no plan that spares the slow ones fits, they have as
+    much to do as the others.
     """
     if layout.is_rectangular and not slow:
         return None
-    costs = _costs(layout, work, times, slow, room, state)
+    most_held = _most_held(layout, work, slow, room)
+    costs = times.costs(num_layers=layout.num_layers, most_held=most_held, state=state)
     facts: dict[str, Any] = {"before": layout, "after": layout, "costs": costs, "work": work}
     try:
-        return joint_plan(**facts, rules=rules, slow=slow), slow
+        return joint_plan(**facts, rules=rules, slow=slow), slow, most_held
     except ConfigurationError:
         if not slow:
             raise
     return _planned(layout, work, times, rules, {}, room, state)
 
 
-def _costs(
-    layout: ParallelLayout,
-    work: StepWork,
-    times: LayerTimes,
-    slow: Slowness,
-    room: float | None,
-    state: StateBytes | None,
-) -> CostModel:
-    """Return the costs by which a plan is made.
+def _most_held(layout: ParallelLayout, work: StepWork, slow: Slowness, room: float | None) -> float:
+    """Return the samples times layers that a worker may hold in flight.
 
-    A worker may hold ``room`` times the activations that the first stage of the launch holds, which
-    is a slot for each stage. None: one slot more, a slot being the part of one micro-batch a
-    replica that a usual worker of the weakest stage runs; with interleaved stages at least what
-    their order holds, which cannot be reduced.
+    They are ``room`` times what the first stage of the launch holds, which is a slot for each
+    stage. None: one slot more, a slot being the part of one micro-batch a replica that a usual
+    worker of the weakest stage runs; with interleaved stages at least what their order holds, which
+    cannot be reduced.
     """
     num_stages, vpp = len(layout.stages), layout.vpp
     at_launch = work.microbatch_size * layout.num_layers
-    if room is None:
-        slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
-        # Chunks: one of each for every stage, and those that the warm-up of the last one adds.
-        chunks = num_stages * vpp + max(vpp, num_stages - 1)
-        most_held = slot * chunks * at_launch / (num_stages * vpp)
-    else:
-        most_held = room * at_launch
-    return times.costs(
-        num_layers=layout.num_layers,
-        most_held=most_held,
-        state=state,
-    )
+    if room is not None:
+        return room * at_launch
+    slot = ceil(layout.dp / min(map(fair_width, slowness_of(layout, slow))))
+    # Chunks: one of each for every stage, and those that the warm-up of the last one adds.
+    chunks = num_stages * vpp + max(vpp, num_stages - 1)
+    return slot * chunks * at_launch / (num_stages * vpp)
 
 
 def _as_at_launch(

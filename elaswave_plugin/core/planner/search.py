@@ -231,7 +231,7 @@ class Search:
 
     def level(self, ordered: Sequence[Candidate]) -> list[Candidate]:
         """The widths and cuts of the most even load, by the first candidate of each dataflow."""
-        least = {plan: self._least_seconds(plan, 0.0) for plan in map(_plan_of, ordered)}
+        least = {plan: self._least_seconds(plan, 0.0) for plan in map(plan_of, ordered)}
         moves, cuts = min(least, key=lambda one: least[one])
         firsts: dict[DataflowChoice, Candidate] = {}
         for one in ordered:
@@ -340,8 +340,8 @@ class Search:
         by_windows: dict[tuple[Moves, Cuts], float] = {}
         of_dataflow: dict[tuple[DataflowChoice, Moves, Cuts], float] = {}
         for one in ordered:
-            by_windows.setdefault(_plan_of(one), one.seconds)
-            of_dataflow.setdefault((one.choice, *_plan_of(one)), one.seconds)
+            by_windows.setdefault(plan_of(one), one.seconds)
+            of_dataflow.setdefault((one.choice, *plan_of(one)), one.seconds)
         most = max(LEAST_GREEDY, min(MOST_GREEDY, CHEAP_PASSES // self._passes))
         # Neither measure alone is as good a guess: windows and waits hide a part of the filling.
         promising = sorted(
@@ -360,7 +360,7 @@ class Search:
             one
             for one in found
             if one.seconds
-            < least * of_dataflow.get((one.choice, *_plan_of(one)), by_windows[_plan_of(one)])
+            < least * of_dataflow.get((one.choice, *plan_of(one)), by_windows[plan_of(one)])
         ]
 
     def _least_seconds(self, plan: tuple[Moves, Cuts], fill: float) -> float:
@@ -469,7 +469,8 @@ def slowness_of(layout: ParallelLayout, slow: Slowness) -> StageSlowness:
     )
 
 
-def _plan_of(one: Candidate) -> tuple[Moves, Cuts]:
+def plan_of(one: Candidate) -> tuple[Moves, Cuts]:
+    """Return where all are by a candidate: moves of workers, and cuts."""
     return one.moves, one.cuts
 
 

@@ -28,6 +28,7 @@ from elaswave_plugin.core.layout.group_rules import (
 from elaswave_plugin.core.layout.layout import Coordinate, FreeWorker, ParallelLayout
 from elaswave_plugin.core.layout.layout_delta import layout_delta, layout_with
 from elaswave_plugin.core.planner.layer_times import LayerTimes
+from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
 from elaswave_plugin.core.step.dataflow import Slowness
 from elaswave_plugin.errors import LayoutError
 
@@ -55,9 +56,9 @@ class ShardGroup:
         return f"stage {self.stage} tp {self.tp}: {' '.join(f'w{slot}' for slot in self.ranks)}"
 
 
-# (layout, times, slow): the same workers, with the layers of each stage chosen for their number,
-# `LayerTimes` and `Slowness`; activation_room, where it is less than the job's.
-Partition = Callable[..., ParallelLayout]
+# layout, times, slow, and activation_room where it is less than the job's: the work of the same
+# workers, with the layers of each stage chosen for their number, `LayerTimes` and `Slowness`.
+Partition = Callable[..., PipelineFlow]
 
 
 class Placement(Protocol):
@@ -204,7 +205,8 @@ class GridPlacement:
     None: they stay. ``why_workers_stay``: why none can change stage even where one is empty;
     ``why_layers_stay``: why not even layers can, also on request.
     ``times``: what layers took when this was planned; ``slow``: the slow workers then;
-    ``room``: what each worker may hold, where one of them ran out of memory.
+    ``room``: what each worker may hold, where one of them ran out of memory; ``planned``: the flow
+    that ``partition`` chose this layout for.
     """
 
     layout: ParallelLayout
@@ -217,6 +219,7 @@ class GridPlacement:
     times: LayerTimes = field(default_factory=LayerTimes)
     slow: Slowness = field(default_factory=dict)
     room: float | None = None
+    planned: PipelineFlow | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def at_launch(
@@ -270,8 +273,9 @@ class GridPlacement:
 
     @property
     def dealt_over(self) -> dict[str, Any]:
-        """The layout, the times of its layers, and the slow workers."""
-        return {"layout": self.layout, "times": self.times, "slow": self.slow, **self._limit}
+        """The layout, the times of its layers, the slow workers, and the flow if it is planned."""
+        over = {"layout": self.layout, "times": self.times, "slow": self.slow, **self._limit}
+        return over if self.planned is None else over | {"planned": self.planned}
 
     @property
     def _limit(self) -> dict[str, float]:
@@ -298,7 +302,7 @@ class GridPlacement:
     def with_state(self, state: Mapping[str, Any]) -> "GridPlacement":
         """The placement with the layout and the slow ones that were told."""
         layout = layout_with(state, self.layout, self.launch_slots)
-        return replace(self, layout=layout, slow=_slow_of(state))
+        return replace(self, layout=layout, slow=_slow_of(state), planned=None)
 
     def after(
         self, ranks: Sequence[int], times: LayerTimes | None = None, slow: Slowness | None = None
@@ -316,10 +320,12 @@ class GridPlacement:
             layout = self._with_members(ranks)
         elif slow == self.slow:
             # A view that renews links, or that somebody's wish asked for: nothing else moves.
-            return replace(self, times=times)
+            return replace(self, times=times, planned=None)
+        flow = None
         if self.partition:
-            layout = self.partition(layout, times, slow, **self._limit)
-        return replace(self, layout=layout, times=times, slow=slow)
+            flow = self.partition(layout=layout, times=times, slow=slow, **self._limit)
+            layout = flow.layout
+        return replace(self, layout=layout, times=times, slow=slow, planned=flow)
 
     def _with_members(self, ranks: Sequence[int]) -> ParallelLayout:
         present = set(self.layout.workers)
@@ -341,7 +347,7 @@ class GridPlacement:
 
     def within(self, most: Mapping[int, float]) -> "GridPlacement":
         """The same, where each worker may hold what the one that may hold least does."""
-        return replace(self, room=min(most.values(), default=None))
+        return replace(self, room=min(most.values(), default=None), planned=None)
 
     def described(self) -> dict[str, Any]:
         """The places of all workers."""
@@ -353,7 +359,7 @@ class GridPlacement:
 
     def recut(self, cuts: Sequence[int]) -> "GridPlacement":
         """Return the same places, with the layers as requested."""
-        return replace(self, layout=self.layout.recut(cuts))
+        return replace(self, layout=self.layout.recut(cuts), planned=None)
 
     def _check_staff(self, layout: ParallelLayout) -> None:
         empty, num_stages = layout.widths.index(0), len(layout.stages)
