@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,8 @@ import torch.distributed as dist
 from elaswave_plugin.core.layout.worker_facts import SealedShard, WorkerFacts
 from elaswave_plugin.errors import ElasWaveError
 from elaswave_plugin.ipc.snapshot_record import NOTES
+from elaswave_plugin.recovery.place import Place
 from elaswave_plugin.values.plain import gathered, packed, unpacked
-
-if TYPE_CHECKING:
-    from elaswave_plugin.recovery.worker import Worker
 
 _WHAT = "what a worker knows of the script's loop"
 
@@ -26,7 +24,7 @@ class Notes:
     between two steps; who goes on where the last one was lost in a step begins with that one.
     """
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: Place) -> None:
         self._worker = worker
         self._tell: dict[str, Callable[[int], Any]] = {}
         self._found: list[SealedShard] = []

@@ -7,7 +7,7 @@ after the other.
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -17,10 +17,8 @@ from elaswave_plugin.core.planner.less_work import less_work
 from elaswave_plugin.core.planner.pipeline_flow import Flow
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement
 from elaswave_plugin.errors import ConfigurationError, TooLittleMemoryError
+from elaswave_plugin.recovery.place import Place
 from elaswave_plugin.snapshot.free_memory import available_bytes
-
-if TYPE_CHECKING:
-    from elaswave_plugin.recovery.worker import Worker
 
 Result = TypeVar("Result")
 # Of torch's allocator for the CPU, which raises no class of its own.
@@ -32,7 +30,7 @@ _FREE = re.compile(r"of which ([\d.]+ \w+) is free")
 class Relief:
     """The limits that workers have told, and the one that this worker tells."""
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: Place) -> None:
         self._worker = worker
         self.told: OutOfMemory | None = None
         """It is told in each view from the first time on, also once there are more workers."""

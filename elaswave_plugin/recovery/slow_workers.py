@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
@@ -15,15 +14,13 @@ from elaswave_plugin.core.planner.payback import (
     more_sums,
 )
 from elaswave_plugin.core.planner.slow import Slow, SlowWatch, reason_of_view
-
-if TYPE_CHECKING:
-    from elaswave_plugin.recovery.worker import Worker
+from elaswave_plugin.recovery.place import Place
 
 
 class SlowWorkers:
     """One worker's comparison of all paces, alike on every worker."""
 
-    def __init__(self, worker: "Worker") -> None:
+    def __init__(self, worker: Place) -> None:
         self._worker = worker
         self._watch = SlowWatch()
         self._payback, self._gain, self._more_s = Payback(), 0.0, 0.0

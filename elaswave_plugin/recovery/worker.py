@@ -10,11 +10,11 @@ from typing import Any, Unpack
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.process_group import GroupTable, check_growing_groups
 from elaswave_plugin.config import ElasticConfig, parse_kill
-from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
+from elaswave_plugin.core.agreement.hang import COMMIT
 from elaswave_plugin.core.agreement.next_view import LAST_CALL
 from elaswave_plugin.core.agreement.view import WorkerId
 from elaswave_plugin.core.layout.reserve import built_among, grown_replicas
-from elaswave_plugin.core.layout.worker_facts import SealedShard, SlowReport, WorkerFacts
+from elaswave_plugin.core.layout.worker_facts import SlowReport, WorkerFacts
 from elaswave_plugin.core.planner.layer_times import PassTimes, agreed
 from elaswave_plugin.core.planner.pipeline_flow import Flow, PipelineFlow
 from elaswave_plugin.core.planner.slow import slowness_of
@@ -24,23 +24,21 @@ from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.environment import read_reserve
 from elaswave_plugin.ipc.frames import StartDetached
 from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import PhaseClock
 from elaswave_plugin.ipc.snapshot_record import BUFFERS
 from elaswave_plugin.recovery.handshake import Notes
 from elaswave_plugin.recovery.phases import Phases
+from elaswave_plugin.recovery.place import Deal, Place
 from elaswave_plugin.recovery.record import RecoveryRecord
 from elaswave_plugin.recovery.relief import Relief
 from elaswave_plugin.recovery.slow_workers import SlowWorkers, asked_last
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.stopwatch import Stopwatch
 from elaswave_plugin.rehearsed import observer, unobserved
-from elaswave_plugin.snapshot.restore import read_capsule
-from elaswave_plugin.tracking.events import EventLog
 from elaswave_plugin.trainer.broken_links import BrokenLinks
-from elaswave_plugin.trainer.member import Commit, Member
+from elaswave_plugin.trainer.member import Commit
 from elaswave_plugin.version import __version__
 
 
@@ -56,13 +54,11 @@ def check_given(given: Mapping[str, Mapping[str, Any]]) -> None:
                 )
 
 
-# Deals the work of a step; takes what the placement says that it is dealt over.
-Deal = Callable[..., Flow]
 # Longer than the launcher's own limit for the meeting, whose message is the better one.
 JOIN_TIMEOUT_S = 3600.0
 
 
-class Worker:
+class Worker(Place):
     """One member of the job; everything of it that is not framework-specific."""
 
     def __init__(
@@ -79,16 +75,11 @@ class Worker:
         the launch, `detached`, and `ask_to_enter` comes before the first step.
         Raises ConfigurationError when the process was not started by an agent.
         """
-        self.config = config
-        self.member = Member.from_environment(environ)
-        self.slot = self.member.slot
-        self.reserve = read_reserve(environ)
-        """So many workers may join beyond those of the launch."""
+        super().__init__(config, environ)
         self._tp, self._pp = model_parallel
         self._environ = environ
         self.observe: Callable[..., None] = unobserved
         """Told of each step and its passes, once the framework is bound."""
-        self.events = self._log("events.jsonl")
         self.ledger = self._log("ledger.jsonl")
         self.steps = self._log("steps.jsonl")
         broken_links = BrokenLinks(self.member, returns=config.respawn > 0)
@@ -106,7 +97,6 @@ class Worker:
         )
         self.phases = self._timed_phases()
         self.last_call = False  # whether all were told to leave, by the newest commit
-        self.completed = 0
         self.stopwatch = Stopwatch(
             PassTimes(),
             waited=lambda: self.links.waited_s,
@@ -126,11 +116,6 @@ class Worker:
         self._asked_for_interval = False
         self._started_s = time.time()
         self._join()
-
-    def _log(self, name: str) -> EventLog:
-        """A file of the run directory, which may have gone bad since the launch."""
-        path = self.config.dir / name if self.config.dir else None
-        return EventLog(path, late=self.member.incarnation > 0)
 
     def _timed_phases(self) -> Phases:
         page, config = self.member.progress_page, self.config
@@ -165,11 +150,7 @@ class Worker:
         # One that came beyond the launch builds as one of the launch does.
         ranks = built_among(self.slot, self.launch_slots, tp=self._tp, pp=self._pp)
         self.view = replace(welcome.view, ranks=ranks)
-        self.placement: Placement = FlatPlacement(
-            launch_slots=self.launch_slots, ranks=self.view.ranks
-        )
-        # What a replacement cannot learn from the others, since it builds alone.
-        self.job_constants: JobConstants = {}
+        self.placement = FlatPlacement(launch_slots=self.launch_slots, ranks=self.view.ranks)
         if isinstance(welcome, StartDetached):
             check_given({"the job": welcome.job_constants["given"], "the worker that joins": given})
             self.detached = self.links.detached = True
@@ -222,31 +203,11 @@ class Worker:
         """So many replicas may every stage have beyond those of the launch."""
         return grown_replicas(self.reserve, tp=self._tp, pp=self._pp)
 
-    @property
-    def most(self) -> int:
-        """The most workers that the job may have."""
-        return len(self.launch_slots) + self.reserve
-
     def groups_at_launch(self) -> dict[str, tuple[int, ...]]:
         """Return the groups before a change, by the slots of the launch that workers stand for."""
         home = dict(zip(self.view.ranks, self.launch_slots, strict=True))
         groups = self.groups.members()
         return {name: tuple(home[slot] for slot in slots) for name, slots in groups.items()}
-
-    @property
-    def owns_rank_0(self) -> bool:
-        """True if the duties of rank 0 are this worker's now."""
-        return self.ranks[0] == self.slot and not self.detached
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The slots of the view by their rank in WORLD."""
-        return self.placement.world(self.view.ranks)
-
-    @property
-    def promises_bits(self) -> bool:
-        """True if the job is exact: asked for, and not shown otherwise by its first step."""
-        return self.config.consistency == "exact" and not self.job_constants.get("inexact", False)
 
     @property
     def untried(self) -> tuple[str, ...]:
@@ -372,8 +333,6 @@ class Worker:
             whole=whole,
         )
         self.dataflow = deal(**self.placement.dealt_over)
-        # Of batches with fewer micro-batches than a view is planned for.
-        self._smaller: dict[int, Flow] = {}
         self._describe_layout()
         self.state.open(self.view, self.placement, alignment=framework.shard_alignment)
         self.observe = observer(self._environ, self, framework)
@@ -424,12 +383,10 @@ class Worker:
             fetched_bytes=fetched_bytes,
         )
         self.slow_workers.note_pause(pause_s)
-        self.completed = self.phases.step = self._restored_step = plan.restore_step
-        self._plan = plan
+        self.adopt(plan)
+        self.phases.step = self._restored_step = plan.restore_step
         self.state.went_back(plan.restore_step, plan.restore_buffer)
         self.phases.replaying = True
-        self.dataflow = plan.dataflow
-        self._smaller = {}
         self._describe_layout()
         self.begin_flow(plan.dataflow)
         if self._entering:
@@ -444,23 +401,6 @@ class Worker:
                 waited_s=time.time() - self._ready_s,
                 fetched_bytes=fetched_bytes,
             )
-
-    def read_capsule(self, source: SealedShard) -> bytes:
-        """Read and verify the capsule of a sealed shard, in the view of the last recovery."""
-        with self.member.progress_page.waiting(OUTSIDE):
-            return read_capsule(source, self._plan, self.state.access)
-
-    def flow_of(self, num_microbatches: int) -> Flow:
-        """Return the flow of a batch of ``num_microbatches`` in this view, alike on all workers.
-
-        A view is planned for the whole batch; while its size ramps up, fewer are dealt likewise.
-        """
-        flow, over = self.dataflow, self.placement.dealt_over
-        if not isinstance(flow, Shares) and num_microbatches == flow.num_microbatches:
-            return flow
-        if num_microbatches not in self._smaller:
-            self._smaller[num_microbatches] = self.deal(**over, num_microbatches=num_microbatches)
-        return self._smaller[num_microbatches]
 
     def begin_flow(self, flow: Flow) -> None:
         """From now on steps are run by ``flow``: at its clock, and paces are compared by it."""

@@ -11,6 +11,7 @@ import pytest
 from elaswave_plugin.core.layout.layout import ParallelLayout
 from elaswave_plugin.core.recovery_plan.placement import GridPlacement, Placement
 from elaswave_plugin.errors import LayoutError
+from elaswave_plugin.recovery.place import Place
 from elaswave_plugin.recovery.worker import Worker
 from tests.adapters import sabotaged_verbs as sabotaged
 from tests.adapters import tiny_megatron as tiny
@@ -103,11 +104,11 @@ def test_a_verb_that_is_wrong_is_seen(
 
 def test_the_stand_in_of_a_worker_has_what_a_worker_has() -> None:
     """The real one needs an agent, so its class is read: what it assigns to itself and defines."""
-    tree = ast.parse(inspect.getsource(Worker))
     assigned = {
         node.attr
-        for node in ast.walk(tree)
+        for one in (Worker, Place)
+        for node in ast.walk(ast.parse(inspect.getsource(one)))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
     mine = {one.name for one in fields(tiny.StandInWorker)} | {"remember"}
-    assert mine <= assigned | {*vars(Worker)}
+    assert mine <= assigned | {*dir(Worker)}

@@ -17,10 +17,7 @@ _STEP = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 
 
 def circle(files: Files) -> list[str]:
-    """Return modules that import each other in a circle; imports for a type checker do not count.
-
-    Imports in functions do.
-    """
+    """Return modules that import each other in a circle, in functions or for a type checker."""
     trees = {module: ast.parse(source) for source, module, _ in files}
     graph = {
         module: {one for one in _imports(tree) if one in trees} for module, tree in trees.items()
@@ -71,8 +68,6 @@ def _has_class(path: str, name: str) -> bool:
 
 def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

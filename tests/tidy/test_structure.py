@@ -1,5 +1,7 @@
 """Files of a room import each other in no circle, and names stay in their rooms."""
 
+import pytest
+
 from tests.tidy.function_index import PAGE
 from tests.tidy.structure import (
     MOST_FILES,
@@ -17,12 +19,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert circle(modules()) == []
 
 
-def test_a_circle_is_found_also_where_a_function_imports() -> None:
+@pytest.mark.parametrize("where", ["def f()", "if TYPE_CHECKING"])
+def test_a_circle_is_found_also_where_a_function_or_a_type_checker_imports(where: str) -> None:
     here = (f"from {AT}b import x", f"{AT}a", False)
-    there = (f"def f():\n    from {AT}a import y", f"{AT}b", False)
+    there = (f"{where}:\n    from {AT}a import y", f"{AT}b", False)
     assert set(circle([here, there])) == {f"{AT}a", f"{AT}b"}
-    typed = (f"if TYPE_CHECKING:\n    from {AT}a import y", f"{AT}b", False)
-    assert circle([here, typed]) == []
+    assert circle([here]) == []
 
 
 def test_ballots_stay_with_the_agreement() -> None:

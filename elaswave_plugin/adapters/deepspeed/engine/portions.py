@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from elaswave_plugin.core.step.dataflow import Shares, share
 from elaswave_plugin.core.step.loss_parts import Interval
-from elaswave_plugin.recovery.worker import Deal, Worker
+from elaswave_plugin.recovery.place import Deal
+from elaswave_plugin.recovery.worker import Worker
 
 
 class Portions:

@@ -20,7 +20,8 @@ from elaswave_plugin.adapters.deepspeed.zero.replica_sums import ReplicaSums
 from elaswave_plugin.core.step.dataflow import Dataflow, deal
 from elaswave_plugin.core.step.loss_parts import Interval
 from elaswave_plugin.errors import ConfigurationError
-from elaswave_plugin.recovery.worker import Deal, Worker
+from elaswave_plugin.recovery.place import Deal
+from elaswave_plugin.recovery.worker import Worker
 
 
 class Rounds(Portions):
