@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from elaswave_plugin.adapters import megatron_settings
 from elaswave_plugin.adapters.answers import UNSET, Answer, Setting, Values
@@ -22,8 +23,6 @@ _OPTIONS = (
     # Switched off by --no-data-sharding.
     ("data_sharding", "data_sharding"),
 )
-# How a router may be balanced: by nothing, or by what one micro-batch tells.
-_BALANCING = ("aux_loss", "none", "seq_aux_loss", "sinkhorn")
 _GRAPHS = "a graph replays the groups and buffers of its capture; train without CUDA graphs"
 _MAMBA = "layers of Mamba need kernels that nobody has run with the plugin; use a Transformer"
 _LATER = "nobody has run it with the plugin; leave it out"
@@ -31,39 +30,9 @@ _LATER = "nobody has run it with the plugin; leave it out"
 
 # Name, values that are carried, and why any other is refused and what to do.
 _REFUSED = (
-    (
-        "context_parallel_size",
-        (1,),
-        "sequences are not cut over workers yet; use tensor and sequence parallelism",
-    ),
-    (
-        "expert_model_parallel_size",
-        (1,),
-        "every worker of a replica holds all experts for now; leave it at 1",
-    ),
-    (
-        "expert_tensor_parallel_size",
-        (None,),
-        "experts are cut as the other layers are; leave it out",
-    ),
-    (
-        "moe_token_dispatcher_type",
-        ("allgather", "alltoall", "alltoall_seq"),
-        "flex sends tokens by kernels of its own between ranks that it keeps; use alltoall",
-    ),
-    (
-        "moe_router_load_balancing_type",
-        _BALANCING,
-        "it averages over what replicas run at the same time; use aux_loss",
-    ),
     ("use_torch_fsdp2", (False,), "its shards are in no snapshot; use Megatron-LM's DDP"),
     ("use_tp_pp_dp_mapping", (False,), "ranks are laid out tp-dp-pp; unset it"),
     ("optimizer", ("adam",), "the state of other optimizers has another shape; use adam"),
-    (
-        "use_precision_aware_optimizer",
-        (False,),
-        "moments and masters are kept in float32; unset it",
-    ),
     ("optimizer_cpu_offload", (False,), "keep the optimizer on the device"),
     ("ckpt_format", ("torch_dist", "torch"), "its shards are in no snapshot; use torch_dist"),
     (
@@ -286,7 +255,7 @@ def _of_core() -> Iterator[Setting]:
             carried=(0,) if name == "cpu_offloading_num_layers" else one.carried,
             says=one.says,
             flag=options.get(name, ""),
-            where=_has_experts if one.of == EXPERTS else one.where,
+            where=partial(_among_experts, one.where) if one.of == EXPERTS else one.where,
             of=one.of,
             since=one.since,
         )
@@ -297,9 +266,6 @@ def _where(name: str) -> Callable[[Values], bool] | None:
     return {
         "dist_ckpt_optim_fully_reshardable": _saves_shards,
         "ckpt_format": _saves_stages,
-        "expert_tensor_parallel_size": _cuts_experts_otherwise,
-        "moe_token_dispatcher_type": _has_experts,
-        "moe_router_load_balancing_type": _balances_otherwise,
         "data_sharding": lambda values: values.get("dataloader_type") == "cyclic",
         "use_pytorch_profiler": lambda values: bool(values.get("profile")),
         "sft": lambda values: bool(values.get("tensor_model_parallel_size", 1) != 1),
@@ -317,19 +283,8 @@ def _saves_stages(values: Values) -> bool:
     return bool(values.get("save")) and has_stages(values) and is_torch
 
 
-def _has_experts(values: Values) -> bool:
-    return bool(values.get("num_experts"))
-
-
-def _balances_otherwise(values: Values) -> bool:
-    chosen = values.get("moe_router_load_balancing_type", "none")
-    kinds = chosen if isinstance(chosen, list) else str(chosen).split()
-    return _has_experts(values) and not set(kinds) <= set(_BALANCING)
-
-
-def _cuts_experts_otherwise(values: Values) -> bool:
-    width = values.get("tensor_model_parallel_size", 1)
-    return _has_experts(values) and values["expert_tensor_parallel_size"] != width
+def _among_experts(where: Callable[[Values], bool] | None, values: Values) -> bool:
+    return bool(values.get("num_experts")) and (where is None or where(values))
 
 
 def why_not(script: str, values: Values) -> str | None:

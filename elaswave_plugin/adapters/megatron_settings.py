@@ -5,9 +5,11 @@ Read by ``megatron/unsupported.py`` where a model is bound, and by the tables of
 
 from elaswave_plugin.adapters.answers import Setting, Values
 
-DDP, MODEL, EXPERTS = "ddp", "model", "experts"
+DDP, MODEL, EXPERTS, OPTIMIZER = "ddp", "model", "experts", "optimizer"
 _LATER = "0.17 to 0.19"
 _UNTRIED = "nobody has run it with the plugin; leave it out"
+# How a router may be balanced: by nothing, or by what one micro-batch tells.
+_BALANCING = ("aux_loss", "none", "seq_aux_loss", "sinkhorn")
 
 
 # Whose setting, its name, the values that are carried, why and what to do, and the versions that
@@ -37,6 +39,18 @@ _CARRIED = (
         "reduce_scatter_with_fp32_accumulation",
         (False,),
         "it sums by an all-to-all of its own; use grad_reduce_in_fp32",
+    ),
+    (
+        MODEL,
+        "context_parallel_size",
+        (1,),
+        "sequences are not cut over workers yet; use tensor and sequence parallelism",
+    ),
+    (
+        MODEL,
+        "expert_model_parallel_size",
+        (1,),
+        "every worker of a replica holds all experts for now; leave it at 1",
     ),
     (
         MODEL,
@@ -94,6 +108,24 @@ _CARRIED = (
     (MODEL, "moe_paged_stash", (False,), _UNTRIED, _LATER),
     (
         EXPERTS,
+        "expert_tensor_parallel_size",
+        (None,),
+        "experts are cut as the other layers are; leave it out",
+    ),
+    (
+        EXPERTS,
+        "moe_token_dispatcher_type",
+        ("allgather", "alltoall", "alltoall_seq"),
+        "flex sends tokens by kernels of its own between ranks that it keeps; use alltoall",
+    ),
+    (
+        EXPERTS,
+        "moe_router_load_balancing_type",
+        _BALANCING,
+        "it averages over what replicas run at the same time; use aux_loss",
+    ),
+    (
+        EXPERTS,
         "moe_grouped_gemm",
         (False,),
         "experts of one weight each can be cut and moved, grouped ones not yet; unset it",
@@ -118,13 +150,50 @@ _CARRIED = (
         (False,),
         "it draws from a stream of each rank, which no micro-batch tells; use it to measure only",
     ),
+    (
+        OPTIMIZER,
+        "use_precision_aware_optimizer",
+        (False,),
+        "moments and masters are kept in float32; unset it",
+    ),
+    (
+        OPTIMIZER,
+        "optimizer_cuda_graph",
+        (False,),
+        "a graph replays the buffers of its capture; train without CUDA graphs",
+        _LATER,
+    ),
 )
-# Without stages no message of one to the next has a shape.
-_OF_STAGES = ("variable_seq_lengths",)
+
+
+def has_stages(values: Values) -> bool:
+    """Return whether a pipeline has more than one stage."""
+    return bool(values.get("pipeline_model_parallel_size", 1) != 1)
+
+
+def _cuts_experts_otherwise(values: Values) -> bool:
+    width = values.get("tensor_model_parallel_size", 1)
+    return bool(values["expert_tensor_parallel_size"] != width)
+
+
+def _balances_otherwise(values: Values) -> bool:
+    chosen = values.get("moe_router_load_balancing_type", "none")
+    kinds = chosen if isinstance(chosen, list) else str(chosen).split()
+    return not set(kinds) <= set(_BALANCING)
+
+
+# Among which settings one matters; the others always do.
+_WHERE = (
+    # Without stages no message of one to the next has a shape.
+    ("variable_seq_lengths", has_stages),
+    ("expert_tensor_parallel_size", _cuts_experts_otherwise),
+    ("moe_router_load_balancing_type", _balances_otherwise),
+)
 
 
 def settings() -> tuple[Setting, ...]:
     """Return the table."""
+    where = dict(_WHERE)
     return tuple(
         Setting(
             of=of,
@@ -132,12 +201,7 @@ def settings() -> tuple[Setting, ...]:
             carried=carried,
             says=says,
             since=since[0] if since else "0.16",
-            where=has_stages if name in _OF_STAGES else None,
+            where=where.get(name),
         )
         for of, name, carried, says, *since in _CARRIED
     )
-
-
-def has_stages(values: Values) -> bool:
-    """Return whether a pipeline has more than one stage."""
-    return bool(values.get("pipeline_model_parallel_size", 1) != 1)

@@ -106,7 +106,7 @@ BAD: dict[str, tuple[JobSpec, str, str]] = {
     "context parallel": (
         JobSpec(sabotage=CP_OF_TWO),
         "context_parallel_size is 2",
-        "carries 1; change it",
+        "carries 1: sequences",
     ),
     "settings of one worker": (
         JobSpec(sabotage=OTHER_SETTINGS),

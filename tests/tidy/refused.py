@@ -10,6 +10,7 @@ OWNERS = (
     ("ddp", "Of DistributedDataParallelConfig"),
     ("model", "Of TransformerConfig"),
     ("experts", "Of TransformerConfig, in mixtures of experts"),
+    ("optimizer", "Of OptimizerConfig"),
 )
 # The reason of an argument that sets a setting of Megatron-Core.
 ABOVE = "as the setting of Megatron-Core"

@@ -11,20 +11,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from elaswave_plugin.adapters.answers import refuse
+from elaswave_plugin.adapters.answers import Values, refuse
 from elaswave_plugin.adapters.batch_layers import batch_layers
 from elaswave_plugin.adapters.growth import check_reserve
 from elaswave_plugin.adapters.megatron.compat import rng
 from elaswave_plugin.adapters.megatron.state import adam
-from elaswave_plugin.adapters.megatron_settings import DDP, EXPERTS, MODEL, settings
+from elaswave_plugin.adapters.megatron_settings import DDP, EXPERTS, MODEL, OPTIMIZER, settings
 from elaswave_plugin.config import ElasticConfig
 from elaswave_plugin.core.layout.reserve import grown_replicas
 from elaswave_plugin.errors import ConfigurationError
 
 # Layers that nobody has run.
 _OF_MAMBA = ("MambaLayer",)
-# How a router may be balanced: by nothing, or by what one micro-batch tells.
-_BALANCING = ("none", "aux_loss", "seq_aux_loss", "sinkhorn")
 
 
 def check_supported(chunks: Sequence[Any], optimizer: Any) -> DistributedOptimizer:
@@ -117,13 +115,6 @@ def _model_problems(model: Any) -> Iterator[str]:
     if not isinstance(model, DistributedDataParallel):
         yield _unsupported("the model", type(model).__name__, "one Megatron-Core DDP model")
         return
-    sizes = {
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-    }
-    for setting, size in sizes.items():
-        if size != 1:
-            yield _unsupported(setting, size, 1)
     ddp, config = model.ddp_config, model.config
     interleaved = config.virtual_pipeline_model_parallel_size is not None
     if interleaved and config.pipeline_model_parallel_size == 2 and not config.overlap_p2p_comm:
@@ -145,51 +136,31 @@ def _model_problems(model: Any) -> Iterator[str]:
         yield _unsupported(
             "deterministic_mode", True, "it with torch.use_deterministic_algorithms(True)"
         )
-    yield from _setting_problems(DDP, ddp)
-    yield from _setting_problems(MODEL, config)
+    yield from _setting_problems(DDP, vars(ddp))
+    # Of these, a configuration need not tell what the groups are.
+    sizes = {
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    yield from _setting_problems(MODEL, vars(config) | sizes)
     if config.num_moe_experts is not None:
-        yield from _expert_problems(config)
+        yield from _setting_problems(EXPERTS, vars(config))
 
 
-def _setting_problems(whose: str, owner: Any) -> Iterator[str]:
+def _setting_problems(whose: str, values: Values) -> Iterator[str]:
     """Settings of the table, of which an older version may lack those that came later."""
     for setting in settings():
         name = setting.name
-        if setting.of == whose and (setting.since == "0.16" or hasattr(owner, name)):
-            reply = setting.reply(vars(owner), name)
+        if setting.of == whose and (setting.since == "0.16" or name in values):
+            reply = setting.reply(values, name)
             if reply is not None:
                 yield reply.sentence
-
-
-def _expert_problems(config: Any) -> Iterator[str]:
-    """Of a mixture of experts: whatever is not a function of one micro-batch, or was never run."""
-    chosen = config.moe_router_load_balancing_type
-    for kind in chosen if isinstance(chosen, list) else [chosen]:
-        # The other kinds average over what the replicas happen to run at the same time.
-        if kind not in _BALANCING:
-            yield _unsupported("moe_router_load_balancing_type", kind, " and ".join(_BALANCING))
-    wanted: list[tuple[str, object, object]] = [
-        (
-            "expert_tensor_parallel_size",
-            config.expert_tensor_parallel_size,
-            config.tensor_model_parallel_size,
-        ),
-        # It sends tokens by kernels of its own, between ranks that it keeps.
-        ("moe_token_dispatcher_type flex", config.moe_token_dispatcher_type == "flex", False),
-    ]
-    for setting, seen, carried in wanted:
-        if seen != carried:
-            yield _unsupported(setting, seen, carried)
-    yield from _setting_problems(EXPERTS, config)
 
 
 def _optimizer_problems(optimizer: DistributedOptimizer) -> Iterator[str]:
     for setting, seen, carried in adam.problems(optimizer.optimizer):
         yield _unsupported(setting, seen, carried)
-    for name in ("use_precision_aware_optimizer", "optimizer_cuda_graph"):
-        # The second is there from 0.17 on.
-        if getattr(optimizer.config, name, False):
-            yield _unsupported(name, True, False)
+    yield from _setting_problems(OPTIMIZER, vars(optimizer.config))
 
 
 def check_growth(
