@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from elaswave_plugin.core.agreement.hang import EVALUATION, SAVE
+from elaswave_plugin.core.agreement.limits import EVALUATION, SAVE
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.rehearsed import rehearsed_settings
 from elaswave_plugin.words import check_words

@@ -11,14 +11,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from elaswave_plugin.core.agreement.hang import (
+from elaswave_plugin.core.agreement.hang import NOBODY, Sample
+from elaswave_plugin.core.agreement.limits import (
+    ANNOUNCED_LIMIT_S,
+    CONNECTION_LIMIT_S,
     EVALUATION,
-    NOBODY,
     SAVE,
+    SAVE_LIMIT_S,
     START_LIMIT_S,
     UNKNOWN_LIMIT_S,
     PhaseLimits,
-    Sample,
 )
 from elaswave_plugin.errors import ConfigurationError
 
@@ -33,16 +35,9 @@ def lease_clock_s() -> float:
 
 
 PROGRESS_FD = "ELASWAVE_PROGRESS_FD"
-# How long an announced phase is waited for. Long enough for the save of a large model on slow
-# storage; after it a phase counts as stuck and its worker is fenced.
-ANNOUNCED_LIMIT_S = 1800.0
-# How long a save may neither write nor compute.
-SAVE_LIMIT_S = 60.0
 BETWEEN_STEPS = "between steps"
 COMPILATION = "compilation"
 CONNECTION = "connection"
-# How long the members of a native communicator may take to find each other: thousands take minutes.
-CONNECTION_LIMIT_S = 300.0
 
 _PAGE_BYTES = 4096
 PAGE_NAME = "elaswave-progress"

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 
 import elaswave_plugin.ipc.frames as said
 from elaswave_plugin.core.agreement.hang import COMMIT, OUTSIDE
+from elaswave_plugin.core.agreement.limits import ANNOUNCED_LIMIT_S
 from elaswave_plugin.core.agreement.messages import (
     AllSealed,
     Begun,
@@ -34,7 +35,7 @@ from elaswave_plugin.ipc.environment import (
     SNAPSHOT_FDS,
 )
 from elaswave_plugin.ipc.job_constants import JobConstants
-from elaswave_plugin.ipc.progress_page import ANNOUNCED_LIMIT_S, ProgressPage, page_fd
+from elaswave_plugin.ipc.progress_page import ProgressPage, page_fd
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.title import set_title
 from elaswave_plugin.ipc.wire import Frame

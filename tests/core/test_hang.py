@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 
 from elaswave_plugin.core.agreement.hang import (
     COMMIT,
-    FACTOR,
     NOBODY,
     OUTSIDE,
-    START_LIMIT_S,
-    STEPS_FOR_A_MEDIAN,
-    UNKNOWN_LIMIT_S,
-    PhaseLimits,
     Sample,
     Waiting,
     verdict,
     who_waits,
     with_native_waits,
+)
+from elaswave_plugin.core.agreement.limits import (
+    FACTOR,
+    START_LIMIT_S,
+    STEPS_FOR_A_MEDIAN,
+    UNKNOWN_LIMIT_S,
+    PhaseLimits,
 )
 from tests.core.over_the_wire import again
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from elaswave_plugin.config import ElasticConfig
-from elaswave_plugin.core.agreement.hang import STOPPED_LIMIT_S
+from elaswave_plugin.core.agreement.limits import SAVE_LIMIT_S, STOPPED_LIMIT_S
 from elaswave_plugin.errors import EXIT_REQUEUE
-from elaswave_plugin.ipc.progress_page import SAVE_LIMIT_S
 from tests.faults.conftest import Launch, Reference
 from tests.faults.harness import JobSpec, Outcome, check_equal, check_survived, hang_of
 from tests.proofs import Kind, Promise, proves

@@ -5,21 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaswave_plugin.core.agreement.hang import (
+from elaswave_plugin.core.agreement.hang import Sample
+from elaswave_plugin.core.agreement.limits import (
+    ANNOUNCED_LIMIT_S,
     EVALUATION,
     SAVE,
+    SAVE_LIMIT_S,
     START_LIMIT_S,
     STEPS_FOR_A_MEDIAN,
     UNKNOWN_LIMIT_S,
-    Sample,
 )
-from elaswave_plugin.ipc.progress_page import (
-    ANNOUNCED_LIMIT_S,
-    BETWEEN_STEPS,
-    SAVE_LIMIT_S,
-    PhaseClock,
-    ProgressPage,
-)
+from elaswave_plugin.ipc.progress_page import BETWEEN_STEPS, PhaseClock, ProgressPage
 from tests.idle import Clock
 
 FLOOR_S, RECOVERY_S = 1.5, 90.0

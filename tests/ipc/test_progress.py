@@ -14,11 +14,11 @@ from elaswave_plugin import phase
 from elaswave_plugin.agent.trainer_session import TrainerSession
 from elaswave_plugin.communicator.links.link_table import LinkTable
 from elaswave_plugin.communicator.links.operation import Group, Operation, Steps
-from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, UNKNOWN_LIMIT_S, Sample
+from elaswave_plugin.core.agreement.hang import COMMIT, NOBODY, Sample
 from elaswave_plugin.core.agreement.life import Life
+from elaswave_plugin.core.agreement.limits import ANNOUNCED_LIMIT_S, UNKNOWN_LIMIT_S
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.ipc.progress_page import (
-    ANNOUNCED_LIMIT_S,
     PROGRESS_FD,
     ProgressPage,
     create_page,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elaswave_plugin.core.agreement.limits import ANNOUNCED_LIMIT_S
 from elaswave_plugin.core.agreement.messages import (
     Ballot,
     Committed,
@@ -24,7 +25,7 @@ from elaswave_plugin.core.layout.worker_facts import WorkerFacts
 from elaswave_plugin.errors import AgreementError, ConfigurationError, EpochChanged, JobStopped
 from elaswave_plugin.ipc.reactor import is_readable
 from elaswave_plugin.ipc.wire import encode, receive_frame, send_frame
-from elaswave_plugin.trainer.member import ANNOUNCED_LIMIT_S, Member
+from elaswave_plugin.trainer.member import Member
 from tests.agent.jobs import environment
 from tests.core.over_the_wire import as_json
 from tests.core.sealed import sealed

@@ -13,7 +13,6 @@ from threading import Thread
 from typing import Protocol
 
 from elaswave_plugin.core.agreement.hang import (
-    STOPPED_LIMIT_S,
     AllWait,
     Said,
     Sample,
@@ -25,6 +24,7 @@ from elaswave_plugin.core.agreement.hang import (
     with_native_waits,
 )
 from elaswave_plugin.core.agreement.leader import Agreement
+from elaswave_plugin.core.agreement.limits import STOPPED_LIMIT_S
 from elaswave_plugin.core.agreement.messages import Fence, Order
 from elaswave_plugin.errors import EXIT_CONFIGURATION
 from elaswave_plugin.ipc.console import say

@@ -5,10 +5,10 @@ workers wait for each other in a circle, the one furthest behind is guilty. A ci
 operations never ends, so the shortest limit applies in it, whatever the phase.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+
+from elaswave_plugin.core.agreement.limits import FACTOR, STOPPED_LIMIT_S, UNKNOWN_LIMIT_S
 
 # Values of `Sample.waits_for` that are not a slot.
 NOBODY = -1
@@ -17,19 +17,11 @@ COMMIT = -2
 OUTSIDE = -3
 """Something that no trainer does: an agent, a file."""
 
-FACTOR = 3.0
-"""A phase may take this many times its median."""
 RECOVERY_S, RECOVERY_PART = 0.4, 0.2
 """Seconds of a limit that are left for the recovery, and the largest part of it.
 
 The others shall be at work again when the limit is over, except for the step that is redone.
 """
-DATA = "data"
-"""The phase that waits for storage, whose stalls are nobody's hang."""
-EVALUATION, SAVE = "evaluation", "save"
-"""The work between steps of which more is known than that it may take long."""
-STEPS_FOR_A_MEDIAN = 3
-STEPS_REMEMBERED = 15
 _CAME_LATER = (
     "; it came later, and its script does something else than theirs: one that counts its steps"
     " itself has not seen those before it; count those that the job has made (what job.train"
@@ -40,57 +32,6 @@ _NOT_ALIKE = (
     "; the scripts do different things: every worker has to make the same calls, run and evaluate"
     " too, and not rank 0 alone"
 )
-STOPPED_LIMIT_S = 2.0
-"""A signal may stop a worker for which others wait for so long, in whichever phase."""
-START_LIMIT_S = 60.0
-"""The limit of a phase of a step, or of an evaluation, that was not measured yet."""
-UNKNOWN_LIMIT_S = 600.0
-"""The limit of what nothing is known of: a script's own work between steps."""
-
-
-class PhaseLimits:
-    """The limits of each phase of a step without progress, from how long it has taken so far."""
-
-    def __init__(
-        self,
-        floor_s: float,
-        *,
-        data_floor_s: float | None = None,
-        start_s: float = START_LIMIT_S,
-    ) -> None:
-        """Set the least limit, ``floor_s``; ``data_floor_s``: the least for reading data.
-
-        ``start_s``: the limit of what has no median yet.
-        """
-        self._floor_s = floor_s
-        self._start_s = max(floor_s, start_s)
-        self._data_floor_s = floor_s if data_floor_s is None else max(floor_s, data_floor_s)
-        self._this_step: dict[str, float] = {}
-        self._longest: dict[str, deque[float]] = {}
-        self._limits: dict[str, float] = {}
-
-    def note(self, phase: str, seconds: float) -> None:
-        """Note that a phase took ``seconds``; it may come several times in a step."""
-        if seconds > self._this_step.get(phase, 0.0):
-            self._this_step[phase] = seconds
-
-    def step_over(self) -> None:
-        """Complete a step: of each phase, its longest time counts."""
-        for phase, seconds in self._this_step.items():
-            known = self._longest.setdefault(phase, deque(maxlen=STEPS_REMEMBERED))
-            known.append(seconds)
-            if len(known) >= STEPS_FOR_A_MEDIAN:
-                floor_s = self._data_floor_s if phase == DATA else self._floor_s
-                self._limits[phase] = max(floor_s, FACTOR * median(known))
-        self._this_step = {}
-
-    def drop_step(self) -> None:
-        """Drop an interrupted step: its times say nothing."""
-        self._this_step = {}
-
-    def of(self, phase: str) -> float:
-        """The limit of a phase in seconds."""
-        return self._limits.get(phase) or self._start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
