@@ -88,13 +88,11 @@ class FirstStep:
         *,
         trains: bool,
     ) -> list[Any]:
-        """Run a model's call of a step by ``flow``, the first step's twice; returns the reports.
+        """Run a model's call of the first step by ``flow``, twice; returns the second's reports.
 
         ``losses_of(reports)`` of the flow that was run last. Raises ConfigurationError, alike on
         all workers, where both differ and that ends the job.
         """
-        if not self.is_due(flow):
-            return run(flow)
         self._began_s = time.monotonic()
         other = self._dealt_otherwise(flow)
         before = self._computed_before(model, other, flow, run, losses_of, trains=trains)

@@ -1,9 +1,10 @@
 """The samples that this worker runs in a step, and the forward-backward function that runs them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from megatron.core import parallel_state
@@ -234,9 +235,7 @@ class Microbatches:
 
         def run(dealt: Dataflow | PipelineFlow) -> list[Any]:
             kept = KeptReports()
-            self.executed, self.reports, self.num_reports = executor.order_of(
-                dealt, worker.slot, micro_batch_size=self._micro_batch_size, kept=self._earlier
-            )
+            self._order(dealt, self._earlier)
             ordered = in_order(
                 forward_step, self.executed, starting, partial(worker.observe, "passed")
             )
@@ -253,7 +252,8 @@ class Microbatches:
         starting, told = partial(self._start, begin, bound, moment, forward_only), list[int]()
         again = partial(self._again, function, bound, starting, forward_step, kwargs)
         # A model beside the bound ones has no gradients to put back.
-        if self._in_step and rehearses and bound is not None:
+        rehearses = rehearses and self._in_step and self._first_step.is_due(flow)
+        if rehearses and bound is not None:
             train = not forward_only
             reports = self._first_step.call(bound, flow, run, self._numbered, trains=train)
         else:
@@ -336,6 +336,18 @@ class Microbatches:
             )
         return flow.contributions(slot)
 
+    def _order(self, flow: Dataflow | PipelineFlow, kept: Collection[int] = ()) -> None:
+        """Have what this worker runs of a flow, in order, without what is ``kept``."""
+        slot, size = self._worker.slot, self._micro_batch_size
+        if isinstance(flow, PipelineFlow):
+            self.executed, self.reports = flow.samples(slot), flow.reports(slot)
+            self.num_reports = flow.num_reports
+            return
+        parts = (part.microbatches for part in flow.contributions(slot))
+        self.reports, self.num_reports = tuple(chain(*parts)), flow.num_microbatches
+        missing = (k for k in self.reports if k not in kept)
+        self.executed = tuple(Samples.of(k, size=size) for k in missing)
+
     @property
     def _ran(self) -> tuple[int, ...]:
         """The micro-batches that were run last, in order; of pieces of them, the first."""
@@ -379,9 +391,8 @@ class Microbatches:
         self._in_step = self._enters = True
         flow, size = self.dealt(num_microbatches), self._micro_batch_size
         if self.coordinate is not None:
-            order = executor.order_of(flow, self._worker.slot, micro_batch_size=size)
-            self.executed = order.pieces
-            for piece in order.pieces:
+            self._order(flow)
+            for piece in self.executed:
                 for row in piece.rows(size=size):
                     read(row.microbatch)
 

@@ -6,9 +6,9 @@ schedules.py, ``forward_backward_no_pipelining``), with the loss divided by the 
 micro-batches that a replica had at launch: in place, and so is a report that shares its storage.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,8 +20,6 @@ from elaswave_plugin.adapters.megatron.compat.versions import backward_step
 from elaswave_plugin.adapters.megatron.step.weight_gradients import fuses
 from elaswave_plugin.adapters.megatron.sums.accumulators import GradAccumulators
 from elaswave_plugin.adapters.megatron.sums.reduction import GradientReduction
-from elaswave_plugin.core.planner.pipeline_flow import PipelineFlow
-from elaswave_plugin.core.step.dataflow import Dataflow, Samples
 from elaswave_plugin.core.step.sum_order import Contribution
 from elaswave_plugin.errors import ConfigurationError
 
@@ -38,31 +36,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
                 f"forward_backward got {name}={value!r}, and elaswave_plugin carries only "
                 f"{', '.join(_CARRIED)} and forward_only; leave it out"
             )
-
-
-class Order(NamedTuple):
-    """A worker's forwards in their order: the samples of each, and the loss that it reports.
-
-    ``num_reports``: losses that all workers together report.
-    """
-
-    pieces: tuple[Samples, ...]
-    reports: tuple[int, ...]
-    num_reports: int
-
-
-def order_of(
-    flow: Dataflow | PipelineFlow, slot: int, *, micro_batch_size: int, kept: Collection[int] = ()
-) -> Order:
-    """The pieces of a worker; losses are counted by micro-batch, or by resized piece.
-
-    ``kept``: micro-batches that are not run again.
-    """
-    if isinstance(flow, PipelineFlow):
-        return Order(flow.samples(slot), flow.reports(slot), flow.num_reports)
-    ks = tuple(k for part in flow.contributions(slot) for k in part.microbatches)
-    pieces = tuple(Samples.of(k, size=micro_batch_size) for k in ks if k not in kept)
-    return Order(pieces, ks, flow.num_microbatches)
 
 
 class ForwardPasses:
