@@ -12,7 +12,7 @@ from elaswave_plugin.agent.snapshot_store import SnapshotStore
 from elaswave_plugin.core.agreement.leader import Agreement
 from elaswave_plugin.core.agreement.timeouts import Heartbeat, Timeouts
 from elaswave_plugin.ipc.environment import Program
-from elaswave_plugin.ipc.job_constants import JobConstants
+from elaswave_plugin.ipc.frames import JobConstants
 from elaswave_plugin.ipc.reactor import Reactor
 from elaswave_plugin.ipc.wire import Encoder
 from elaswave_plugin.tracking.events import AsyncLog

@@ -1,7 +1,7 @@
 """The messages between trainer and agent, and those of the links between agents."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from elaswave_plugin.core.agreement.hang import Sample, Waiting
 from elaswave_plugin.core.agreement.messages import (
@@ -22,7 +22,6 @@ from elaswave_plugin.core.agreement.messages import (
 from elaswave_plugin.core.agreement.view import MembershipView
 from elaswave_plugin.core.codec import WireMessage
 from elaswave_plugin.core.layout.worker_facts import SealedShard
-from elaswave_plugin.ipc.job_constants import JobConstants
 
 TRAINER, SAY = "trainer", "say"
 """Requests to an agent: a trainer's control link, and what is said beside it."""
@@ -48,6 +47,45 @@ class Ready(WireMessage):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavesLast(WireMessage):
     """It writes a checkpoint with all others where every worker has to leave."""
+
+
+class JobConstants(TypedDict, total=False):
+    """The facts that a job fixed at its start, for a newcomer that builds alone; the same on all.
+
+    Trainers tell it piece by piece, and agents keep it as JSON.
+
+    ``started_s``: when the job began, by the wall clock; ``run_id``: its name in every tracker;
+    ``launch_id``: of no other launch; ``given``: version and settings;
+    ``devices``: slot and device of each worker of the launch; ``seed``: of the random draws;
+    ``stages``: the fields of each pipeline stage; ``loads``: what the script's loads of checkpoints
+    gave, as values/plain.py writes it; ``data_epoch``: of the last completed step; ``begins``: the
+    first step, and the global batch that it reads; ``inexact``: the first step, run twice, gave
+    other bits, and the job goes on in fast mode; ``sampler``: seed and generator of HF Accelerate's
+    training loader; ``stream``: where the workers lately were in an iterable one, as `Told` of
+    adapters/deepspeed/accelerate/stream.py has it; ``trackers``: the runs of a Trainer's trackers,
+    as adapters/deepspeed/hf_trainer/trackers.py names them, or that of a script's own loop;
+    ``loaded``: the checkpoints that it had loaded when its loop began;
+    ``called``: what the script's own collectives gave before it trained, as loops/calls_before.py
+    writes it; ``evaluated``: what its evaluations did then, as loops/evaluations_before.py has it.
+    """
+
+    started_s: float
+    run_id: str
+    launch_id: str
+    given: dict[str, Any]
+    devices: list[tuple[int, str]]
+    seed: int
+    stages: list[list[Any]]
+    loads: list[str]
+    data_epoch: int
+    begins: list[int]
+    inexact: bool
+    sampler: str
+    stream: tuple[int, int, int, str]
+    trackers: dict[str, Any]
+    loaded: list[str]
+    called: str
+    evaluated: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from elaswave_plugin.core.recovery_plan.placement import Placement
 from elaswave_plugin.core.recovery_plan.plan import RecoveryPlan
 from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.ipc.environment import read_reserve
-from elaswave_plugin.ipc.job_constants import JobConstants
+from elaswave_plugin.ipc.frames import JobConstants
 from elaswave_plugin.recovery.state_keeper import StateKeeper
 from elaswave_plugin.recovery.stopwatch import Stopwatch
 from elaswave_plugin.snapshot.restore import read_capsule

@@ -24,8 +24,7 @@ from elaswave_plugin.core.step.dataflow import Shares
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import Framework
 from elaswave_plugin.ipc.console import say
-from elaswave_plugin.ipc.frames import StartDetached
-from elaswave_plugin.ipc.job_constants import JobConstants
+from elaswave_plugin.ipc.frames import JobConstants, StartDetached
 from elaswave_plugin.ipc.progress_page import PhaseClock
 from elaswave_plugin.ipc.snapshot_record import BUFFERS
 from elaswave_plugin.recovery.handshake import Notes

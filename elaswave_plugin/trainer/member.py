@@ -34,7 +34,6 @@ from elaswave_plugin.ipc.environment import (
     SLOT,
     SNAPSHOT_FDS,
 )
-from elaswave_plugin.ipc.job_constants import JobConstants
 from elaswave_plugin.ipc.progress_page import ProgressPage, page_fd
 from elaswave_plugin.ipc.secret import Secret
 from elaswave_plugin.ipc.title import set_title
@@ -183,7 +182,7 @@ class Member:
                 self._wait(deadline_s, f"the first view, {timeout_s:g} s after joining")
             return self._take_commit()
 
-    def remember(self, what: JobConstants) -> None:
+    def remember(self, what: said.JobConstants) -> None:
         """Have the agent keep this for a trainer that replaces this one."""
         self._link.send(said.SetConstants(what=what))
 

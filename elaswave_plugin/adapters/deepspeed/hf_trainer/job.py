@@ -25,7 +25,7 @@ from elaswave_plugin.adapters.deepspeed.hf_trainer.state import TrainerState
 from elaswave_plugin.core.step.loss_parts import SAMPLES, SUM, Interval
 from elaswave_plugin.errors import ConfigurationError
 from elaswave_plugin.framework import StepReport
-from elaswave_plugin.ipc.job_constants import JobConstants
+from elaswave_plugin.ipc.frames import JobConstants
 from elaswave_plugin.loops.called import CalledLoop
 from elaswave_plugin.loss_terms import added, weighed_by
 from elaswave_plugin.step_state.step_state import Part as StatePart
