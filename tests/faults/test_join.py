@@ -348,6 +348,6 @@ def test_a_slot_that_keeps_dying_at_one_step_is_given_up(run: Launch) -> None:
     survived = run(replace(BACK, steps=80, kills=kills, awaits=()))
     check_survived(survived)
     (given_up,) = survived.events("respawn_given_up")
-    assert given_up["reason"].startswith("3 trainers died at step 3, which is a bug")
+    assert given_up["reason"].startswith("3 trainers died at step 3: see what they have printed")
     assert "worker 2 is not started again: 3 trainers died at step 3" in survived.output
     assert entered(survived) == []
