@@ -233,11 +233,11 @@ class CutDraws:
 
     def _look(self) -> None:
         """Tell once of numbers that other kernels have drawn, unless the script seeds by itself."""
-        seeds = {_generator(device).initial_seed() for device in _devices()}
-        if self._left is not None and not {*_states()} <= self._left:
-            self._left = None
-            if seeds == {self.parts[0].key}:
-                self._tell(None)
+        if self._left is None or {*_states()} <= self._left:
+            return
+        self._left = None
+        if {_generator(device).initial_seed() for device in _devices()} == {self.parts[0].key}:
+            self._tell(None)
 
     def _leave(self) -> None:
         """Note the states of the generators, while watched."""

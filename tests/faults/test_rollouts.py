@@ -271,21 +271,24 @@ def test_a_whole_replica_of_a_tensor_parallel_job_is_lost(
     check_left_out(survived, planned, reference(spec), step=3)
 
 
+def returned(run: Launch, spec: RolloutSpec, kill: str) -> Outcome:
+    """Run a job whose lost worker comes back behind the struck step."""
+    fault = parse_kill(kill)
+    change = f"+{fault.slot}@{fault.step + 1}"
+    survived = run(replace(spec, kills=(kill,), changes=(change,), respawn=1))
+    assert entered(survived) == [(fault.slot, 1)]
+    return survived
+
+
 @proves(Kind.RETURN, Promise.EQUAL)
 @pytest.mark.parametrize("kill", sampled(["1@0:backward", *KILLS]))
 def test_a_worker_comes_back_to_a_replica_of_which_another_is_left(
     run: Launch, reference: Reference, tmp_path: Path, kill: str
 ) -> None:
     """That one tells it what the evaluations of their replica returned."""
-    fault = parse_kill(kill)
     spec = replace(TP2, script=rl_loop.write(tmp_path, "get_next"))
-    change = f"+{fault.slot}@{fault.step + 1}"
-    survived, whole = (
-        run(replace(spec, kills=(kill,), changes=(change,), respawn=1)),
-        reference(spec),
-    )
+    survived, whole = returned(run, spec, kill), reference(spec)
     check_equal(survived, whole)
-    assert entered(survived) == [(fault.slot, 1)]
     assert ratios_of(survived, range(6)) == ratios_of(whole, range(6))
 
 
@@ -298,13 +301,8 @@ def test_a_worker_comes_back_whose_batches_follow_from_no_evaluation(
 ) -> None:
     fault = parse_kill(kill)
     spec = replace(SPEC, script=rl_loop.write(tmp_path, reads, *rl_loop.UNEVALUATED))
-    change = f"+{fault.slot}@{fault.step + 1}"
-    survived, whole = (
-        run(replace(spec, kills=(kill,), changes=(change,), respawn=1)),
-        reference(spec),
-    )
+    survived, whole = returned(run, spec, kill), reference(spec)
     check_equal(survived, whole)
-    assert entered(survived) == [(fault.slot, 1)]
     told, wanted = ratios_of(survived, range(6)), ratios_of(whole, range(6))
     # Those of its struck step nobody was told; where it passes over a step, it has another's.
     del wanted[fault.slot, fault.step]

@@ -89,6 +89,8 @@ class KeptSums:
 
         None: they add up several, of which none stays.
         """
+        if self.is_as_begun is None:
+            return
         step, epoch = self._worker.completed, self._worker.view.epoch
         if (self._step, self._epoch) == (step, epoch):
             self._why_not = "forward_backward trains the model more than once in a step"
